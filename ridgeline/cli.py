@@ -1,0 +1,177 @@
+"""The command `ridgeline`: one Typer app, each command importing its room when it is called.
+
+Nothing here needs torch until a run starts, so that `--help`, `config` and `report` work on a login
+node that has none. Errors of ours become one line and an exit code: 2 for usage, 1 for failure.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ridgeline.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from ridgeline.config import RunConfig
+    from ridgeline.rundir import RunDir
+
+app = typer.Typer(
+    help="Take a PyTorch model that trains on one device to the whole machine, and know why it is "
+    "fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=0.1")
+]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file.")],
+    overrides: Overrides = None,
+    num_processes: Annotated[
+        int | None,
+        typer.Option("-n", "--num-processes", min=1, help="Ranks; default: one a GPU, else 1."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where run directories are made.")] = Path("runs"),
+) -> None:
+    """Train a recipe on the devices of this machine."""
+    from ridgeline.config import dump_config, find_recipe, load_config
+    from ridgeline.rundir import CONFIG, RunDir
+
+    resolved = load_config(find_recipe(recipe), overrides or [])
+    config = resolved.config
+    count = num_processes or _default_processes(config)
+    _check_before_start(config, count)
+    run = RunDir.create(out, config.name)
+    run.write_text(CONFIG, dump_config(config))
+    _run_ranks(config, count, run)
+    report = _write_report(run)
+    typer.echo(f"run directory: {run.path}\nreport: {report}")
+
+
+def _default_processes(config: RunConfig) -> int:
+    """As many ranks as the layout says, else one a GPU where there are GPUs, else one."""
+    from ridgeline.layout import Layout
+
+    said = Layout.parse(config.layout, "layout").world_size
+    if "dp" in config.layout or config.device == "cpu":
+        return said
+    import torch
+
+    return max(torch.cuda.device_count() // said * said, said)
+
+
+def _check_before_start(config: RunConfig, num_processes: int) -> None:
+    """Everything that can be known to be wrong without starting a process or importing torch."""
+    from ridgeline.layout import Layout, check_available, require_layout
+
+    layout = Layout.parse_for(config.layout, num_processes, "layout")
+    require_layout(layout, "layout")
+    for finding in check_available(layout):
+        raise UsageError(str(finding))
+
+
+def _run_ranks(config: RunConfig, num_processes: int, run: RunDir) -> None:
+    """Start the ranks; whatever happens, the run directory says how it ended."""
+    from ridgeline.launch.local import run_ranks
+    from ridgeline.rundir import LOGS
+
+    threads = config.threads or max(1, (os.cpu_count() or 1) // num_processes)
+    command = ["-m", "ridgeline.train.worker", str(run.path)]
+    try:
+        run_ranks(command, num_processes, run.file(LOGS), threads)
+    except KeyboardInterrupt:
+        run.add_event("interrupted")
+        _show_cursor()
+        _write_report(run)
+        raise RunError(f"interrupted; what was recorded so far is in {run.path}") from None
+    except (RunError, UsageError) as error:
+        run.add_event("failed", message=str(error))
+        _show_cursor()
+        _write_report(run)
+        raise type(error)(f"{error}\n  run directory: {run.path}") from None
+
+
+def _show_cursor() -> None:
+    """A rank that was killed while its progress bar was up has left the cursor hidden."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h\n")
+
+
+def _write_report(run: RunDir) -> Path:
+    from ridgeline.report.build import build_report
+
+    return build_report(run)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="One run directory, or several to compare.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where a comparison goes; default: comparison.html here.")
+    ] = None,
+) -> None:
+    """Make the report of a run again, or compare several runs in one page."""
+    from ridgeline.report.build import build_report, compare_runs
+    from ridgeline.rundir import RunDir
+
+    opened = [RunDir.open(path) for path in runs]
+    if len(opened) == 1:
+        if out is not None:
+            raise UsageError("--out is for comparisons; one run's report goes into its directory")
+        typer.echo(f"report: {build_report(opened[0])}")
+    else:
+        typer.echo(f"comparison: {compare_runs(opened, out or Path('comparison.html'))}")
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that come with the package."""
+    from ridgeline.config import RECIPES, recipe_names
+
+    for name in recipe_names():
+        first = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        typer.echo(f"{name:<20} {first.removeprefix('# ')}")
+
+
+@config_app.command("show")
+def config_show(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file.")],
+    overrides: Overrides = None,
+) -> None:
+    """Print the resolved configuration, with where each value came from."""
+    from ridgeline.config import find_recipe, load_config, show_config
+
+    typer.echo(show_config(load_config(find_recipe(recipe), overrides or [])), nl=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from ridgeline import __version__
+
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Entry point: our errors as one line on standard error, with their exit code."""
+    try:
+        app()
+    except (UsageError, RunError) as error:
+        typer.echo(f"ridgeline: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,484 @@
+"""RunConfig: everything one training run is told, as frozen dataclasses.
+
+A recipe is a YAML file; dotted overrides (`train.lr=0.1`) change single values; what nobody sets keeps
+the default written here. `load_config` resolves the three, remembers where each value came from for
+`ridgeline config show`, and refuses a key it does not know. Called by `cli.py` on the login node and
+by the worker of every rank, so it needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ridgeline.errors import UsageError, nearest_word, unknown_word
+from ridgeline.layout import Layout, override_text
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = ""
+    """A name of `ridgeline.models`, `module:Class`, `transformers:AutoModel...` or `timm:NAME`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the model's constructor."""
+    dtype: str = "float32"
+    """Type the parameters are kept in: float32, float64, bfloat16 or float16."""
+    channels_last: bool = False
+    """Keep 4-D weights and inputs in channels-last order, which convolutions on GPUs prefer."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = ""
+    """A name of `ridgeline.data.build.SOURCES`, or `module:function`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the source."""
+    workers: int = 0
+    """Loader processes a rank; 0 loads in a thread of the rank's own process."""
+    prefetch: int = 2
+    """Batches kept ready ahead of the step."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch when it is smaller than the others."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    task: str = "auto"
+    """classify, causal_lm, masked_lm, forecast, `module:function`, or `auto`: what the source is for."""
+    batch: int = 32
+    """Samples in the global batch; the number of ranks does not change it."""
+    epochs: int | None = None
+    """Passes over the data; the run ends at `epochs` or at `steps`, whichever comes first."""
+    steps: int | None = None
+    """Optimizer steps."""
+    lr: float = 1e-3
+    """Learning rate at the reference batch."""
+    reference_batch: int | None = None
+    """Global batch that `lr` was found with; None means `batch`, so that no rule applies."""
+    lr_rule: str = "none"
+    """How the rate follows the batch away from the reference: none, linear or sqrt."""
+    clip: float | None = None
+    """Largest global gradient norm; None leaves gradients as they are."""
+    seed: int = 0
+    """Decides initial weights, order of samples, augmentation and dropout."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates at the end of every epoch and of the run."""
+    eval_samples: int | None = None
+    """Evaluate on the first so many samples of the evaluation split; 0 never evaluates."""
+    target: dict[str, float] = field(default_factory=dict)
+    """Stop when an evaluation reaches all of these, e.g. {accuracy: 0.97}."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels, which CUDA pays for; on the CPU they always are."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: str = "adamw"
+    """adamw, adam or sgd."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam and AdamW."""
+    eps: float = 1e-8
+    """Adam and AdamW."""
+    momentum: float = 0.0
+    """SGD."""
+    nesterov: bool = False
+    """SGD."""
+    decay_norms: bool = True
+    """Apply weight decay also to biases and norm weights (every parameter of one dimension)."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    name: str = "constant"
+    """constant, linear, cosine or step."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly from 0."""
+    floor: float = 0.0
+    """Share of the rate at which linear and cosine end."""
+    step_epochs: tuple[int, ...] = ()
+    """Epochs at whose start the `step` schedule multiplies the rate by `factor`."""
+    factor: float = 0.1
+
+
+@dataclass(frozen=True)
+class DdpConfig:
+    bucket_mb: float = 25.0
+    """Gradients are reduced in buckets of this size while backward goes on."""
+    sync_batch_norm: bool = False
+    """Take batch-norm statistics over the whole global microbatch rather than a rank's part."""
+    find_unused: bool = False
+    """Look every step for parameters that took no part in the loss; costs a pass over the graph."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every: int = 10
+    """Steps between exchanges of the losses among ranks and lines in `metrics.jsonl`."""
+    tensorboard: str = "auto"
+    """yes, no, or auto: scalars for TensorBoard when it is installed."""
+    weights: bool = True
+    """Keep the final weights in the run directory as one safetensors file."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "run"
+    """Start of the run directory's name."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    layout: str = ""
+    """Parallel arrangement in its text form, e.g. dp=2,precision=bf16."""
+    device: str = "auto"
+    """cpu, cuda, or auto: the accelerator when there is one."""
+    threads: int | None = None
+    """CPU threads a rank; None shares the cores out among the ranks of the node."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and, for each dotted key, where its value came from."""
+
+    config: RunConfig
+    origin: dict[str, str]
+
+
+# Keys whose value is free-form: what is below them is the model's, the source's or the metric's word.
+_OPEN = ("model.args", "data.args", "train.target")
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("float32", "float64", "bfloat16", "float16"),
+    "train.lr_rule": ("none", "linear", "sqrt"),
+    "optim.name": ("adamw", "adam", "sgd"),
+    "schedule.name": ("constant", "linear", "cosine", "step"),
+    "log.tensorboard": ("auto", "yes", "no"),
+    "device": ("auto", "cpu", "cuda"),
+}
+
+_AT_LEAST: dict[str, float] = {
+    "data.workers": 0,
+    "data.prefetch": 0,
+    "train.batch": 1,
+    "train.epochs": 1,
+    "train.steps": 1,
+    "train.lr": 0,
+    "train.reference_batch": 1,
+    "train.clip": 0,
+    "train.seed": 0,
+    "train.eval_every": 0,
+    "train.eval_samples": 0,
+    "optim.weight_decay": 0,
+    "schedule.warmup_steps": 0,
+    "ddp.bucket_mb": 0.001,
+    "log.every": 1,
+    "threads": 1,
+}
+
+
+def find_recipe(name: str) -> Path:
+    """A shipped recipe by its name, or any YAML file by its path."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or "/" in name:
+        if not path.is_file():
+            raise UsageError(f"no recipe file at {name}; shipped ones: {', '.join(recipe_names())}")
+        return path
+    shipped = RECIPES / f"{name}.yaml"
+    if not shipped.is_file():
+        raise unknown_word("recipe", name, recipe_names(), "the command line (or give a path)")
+    return shipped
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
+    """Resolve defaults, a recipe file and dotted overrides, in that order, and check the result."""
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    if recipe is not None:
+        values = _read_yaml(recipe)
+        origin = dict.fromkeys(_leaves(values), recipe.name)
+    for text in overrides:
+        key = _apply_override(values, text)
+        stale = [known for known in origin if known == key or known.startswith(f"{key}.")]
+        for known in stale:
+            del origin[known]
+        origin[key] = "command line"
+    config = _build(RunConfig, values, "")
+    _check_values(config)
+    return Resolved(config, _origin_of_leaves(config, origin))
+
+
+def dump_config(config: RunConfig) -> str:
+    """The configuration as YAML that `load_config` reads back to the same value."""
+    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def show_config(resolved: Resolved) -> str:
+    """The configuration as YAML, each line with where its value came from."""
+    lines: list[str] = []
+    _show(_plain(resolved.config), "", 0, resolved.origin, lines)
+    width = max(len(text) for text, _ in (line.split("\t") for line in lines if "\t" in line))
+    width = min(width, 60)
+    out = []
+    for line in lines:
+        text, tab, source = line.partition("\t")
+        out.append(f"{text:<{width}}  # {source}" if tab else text)
+    return "\n".join(out) + "\n"
+
+
+def _show(
+    values: Mapping[str, Any], prefix: str, depth: int, origin: Mapping[str, str], out: list[str]
+) -> None:
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        indent = "  " * depth
+        if isinstance(value, dict) and value:
+            out.append(f"{indent}{key}:")
+            _show(value, f"{dotted}.", depth + 1, origin, out)
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()
+            text = text.removesuffix("\n...").removesuffix("...").strip()
+            out.append(f"{indent}{key}: {text}\t{_origin_of(dotted, origin)}")
+
+
+def _origin_of(dotted: str, origin: Mapping[str, str]) -> str:
+    """The origin of a key, or of the nearest key above it that was set as a whole."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        found = origin.get(".".join(parts[:end]))
+        if found is not None:
+            return found
+    return "default"
+
+
+def _origin_of_leaves(config: RunConfig, origin: Mapping[str, str]) -> dict[str, str]:
+    return {leaf: _origin_of(leaf, origin) for leaf in _leaves(_plain(config))}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        raise UsageError(f"{path}{where}: {problem}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the recipe {path}: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: a recipe is a mapping of keys to values, not a {_kind(values)}")
+    return values
+
+
+def _apply_override(values: dict[str, Any], text: str) -> str:
+    """Set one dotted key in place; returns the key whose origin changed."""
+    key, equals, value_text = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UsageError(
+            f"override {text!r} on the command line is not KEY=VALUE (for example train.lr=0.1)"
+        )
+    if key == "layout":
+        values["layout"] = value_text
+        return key
+    if key.startswith("layout."):
+        before = str(values.get("layout") or "")
+        values["layout"] = override_text(before, key.removeprefix("layout."), value_text, "layout")
+        return "layout"
+    try:
+        value = yaml.safe_load(value_text) if value_text.strip() else None
+    except yaml.YAMLError as error:
+        raise UsageError(f"override {text!r}: the value is not valid YAML") from error
+    node: dict[str, Any] = values
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = node.get(parent)
+        if below is None:
+            below = node[parent] = {}
+        if not isinstance(below, dict):
+            raise UsageError(f"override {text!r}: {parent} is a value, not a section")
+        node = below
+    node[last] = value
+    return key
+
+
+def _build(cls: type[Any], values: Any, prefix: str) -> Any:
+    """A dataclass from a mapping, each value brought to its field's type."""
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{prefix.rstrip('.')} is a section of keys, not {_kind(values)} {values!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            raise _unknown_key(str(key), prefix, fields)
+    built: dict[str, Any] = {}
+    for name in fields:
+        if name not in values:
+            continue
+        hint, dotted = hints[name], f"{prefix}{name}"
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            below = values[name]
+            built[name] = _build(hint, {} if below is None else below, f"{dotted}.")
+        else:
+            built[name] = _coerce(values[name], hint, dotted)
+    return cls(**built)
+
+
+def _unknown_key(key: str, prefix: str, fields: Mapping[str, Any]) -> UsageError:
+    """A key of exactly that name in another section is likelier than a similar one in this."""
+    leaves = _leaves(_plain(RunConfig()))
+    elsewhere = [leaf for leaf in leaves if leaf.split(".")[-1] == key]
+    similar = nearest_word(key, fields)
+    guess = elsewhere[0] if elsewhere else f"{prefix}{similar}" if similar else ""
+    hint = f"did you mean {guess}? " if guess else ""
+    return UsageError(f"unknown key {prefix}{key}; {hint}(known here: {', '.join(fields)})")
+
+
+def _coerce(value: Any, hint: Any, place: str) -> Any:
+    """Bring a YAML value to the type of a field, or say what was expected."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None:
+        if type(None) in options:
+            return None
+        if typing.get_origin(hint) is dict:
+            return {}
+        raise UsageError(f"{place} needs a value ({_expected(hint)})")
+    for option in options:
+        if option is type(None):
+            continue
+        fitted, ok = _fit(value, option)
+        if ok:
+            return fitted
+    raise UsageError(f"{place}={value!r} is not {_expected(hint)}")
+
+
+def _fit(value: Any, hint: Any) -> tuple[Any, bool]:
+    origin = typing.get_origin(hint)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            return None, False
+        _, item = typing.get_args(hint)
+        if item is Any:
+            return dict(value), True
+        pairs = {key: _fit(below, item) for key, below in value.items()}
+        return {k: v for k, (v, _) in pairs.items()}, all(ok for _, ok in pairs.values())
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            return None, False
+        args = typing.get_args(hint)
+        item = args[0]
+        if args[-1] is not Ellipsis and len(value) != len(args):
+            return None, False
+        fitted = [_fit(below, item) for below in value]
+        return tuple(v for v, _ in fitted), all(ok for _, ok in fitted)
+    if hint is bool:
+        return value, isinstance(value, bool)
+    if hint is int:
+        return _fit_int(value)
+    if hint is float:
+        return _fit_float(value)
+    if hint is str:
+        # YAML reads yes, no and 1 as something else; where text is wanted, text was meant.
+        if isinstance(value, bool):
+            return ("yes" if value else "no"), True
+        return str(value), isinstance(value, (str, int, float))
+    return value, True
+
+
+def _fit_int(value: Any) -> tuple[Any, bool]:
+    if isinstance(value, bool):
+        return None, False
+    if isinstance(value, float) and value.is_integer():
+        return int(value), True
+    if isinstance(value, str):
+        try:
+            return int(value), True
+        except ValueError:
+            return None, False
+    return value, isinstance(value, int)
+
+
+def _fit_float(value: Any) -> tuple[Any, bool]:
+    if isinstance(value, bool):
+        return None, False
+    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        try:
+            return float(value), True
+        except ValueError:
+            return None, False
+    return (float(value), True) if isinstance(value, (int, float)) else (None, False)
+
+
+def _expected(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_expected(option) for option in typing.get_args(hint))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if hint is type(None):
+        return "null"
+    if typing.get_origin(hint) is dict:
+        return "a mapping"
+    if typing.get_origin(hint) is tuple:
+        return "a list of numbers"
+    return names.get(hint, str(hint))
+
+
+def _check_values(config: RunConfig) -> None:
+    """What types cannot say: choices, ranges, and what a run cannot do without."""
+    values = dict(_leaf_items(_plain(config)))
+    for key, known in _CHOICES.items():
+        if values[key] not in known:
+            raise unknown_word(key.split(".")[0], str(values[key]), known, key)
+    for key, least in _AT_LEAST.items():
+        value = values.get(key)
+        if value is not None and value < least:
+            raise UsageError(f"{key}={value} is too small; the least is {least:g}")
+    for key in ("model.name", "data.source"):
+        if not values[key]:
+            raise UsageError(f"{key} is not set; every recipe names a model and a source")
+    if config.train.epochs is None and config.train.steps is None:
+        raise UsageError("neither train.epochs nor train.steps is set, so the run would never end")
+    Layout.parse(config.layout, "layout")
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and tuples as dicts and lists, for YAML."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _leaf_items(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and (value or dotted in _OPEN):
+            items.extend(_leaf_items(value, f"{dotted}."))
+        else:
+            items.append((dotted, value))
+    return items
+
+
+def _leaves(values: Mapping[str, Any]) -> list[str]:
+    return [key for key, _ in _leaf_items(values)]

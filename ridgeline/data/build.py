@@ -1,0 +1,91 @@
+"""From a source's name and arguments to its two halves, training and held-out.
+
+A name is one of `SOURCES` or the user's own `module:function_or_Class`, which is called once with
+`split='train'` and once with `split='eval'`. Called by `train/setup.py`, `verify` and `doctor`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ridgeline.data.arguments import check_keys
+from ridgeline.data.source import DatasetSource, Source
+from ridgeline.data.sources.digits import build_digits
+from ridgeline.data.sources.fields import build_fields
+from ridgeline.data.sources.images import build_images
+from ridgeline.data.sources.synthetic import build_synthetic
+from ridgeline.data.sources.text import build_text
+from ridgeline.errors import UsageError, nearest_word, unknown_word
+
+# Called as builder(seed, **args) -> (training source, held-out source).
+SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
+    "digits": build_digits,
+    "fields": build_fields,
+    "images": build_images,
+    "synthetic": build_synthetic,
+    "text": build_text,
+}
+
+
+def build_sources(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, Source]:
+    """The training and the held-out source that `data.source` and `data.args` ask for."""
+    if ":" in name:
+        return _build_own(name, args, seed)
+    if name not in SOURCES:
+        raise unknown_word("source", name, SOURCES, "data.source")
+    builder = SOURCES[name]
+    check_keys(name, args, [key for key in inspect.signature(builder).parameters if key != "seed"])
+    return builder(seed, **args)
+
+
+def _build_own(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, Source]:
+    maker = _find_own(name)
+    parameters = inspect.signature(maker).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "split" not in parameters and not open_ended:
+        raise UsageError(
+            f"source {name!r} in data.source takes no argument 'split'; it is called once with "
+            "split='train' and once with split='eval'"
+        )
+    if not open_ended:
+        check_keys(name, args, [key for key in parameters if key not in ("split", "self")])
+    for key, parameter in parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        required = named and parameter.default is parameter.empty
+        if required and key not in args and key not in ("split", "seed"):
+            raise UsageError(f"source {name!r} needs the argument {key!r}; give it in data.args")
+    extra = {"seed": seed} if "seed" in parameters and "seed" not in args else {}
+    train = maker(split="train", **extra, **args)
+    held_out = maker(split="eval", **extra, **args)
+    return as_source(train, seed, name), as_source(held_out, seed, name)
+
+
+def as_source(made: Any, seed: int, name: str) -> Source:
+    """The thing itself where it already is a source, else a `DatasetSource` around it."""
+    if isinstance(made, Source):
+        return made
+    return DatasetSource(made, seed=seed, name=name)
+
+
+def _find_own(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise UsageError(
+            f"cannot import module {module_name!r} of source {name!r} in data.source: {error}; "
+            "the folder that holds it must be on PYTHONPATH"
+        ) from error
+    made = getattr(module, attribute, None)
+    if not callable(made):
+        public = [word for word, value in vars(module).items() if callable(value)]
+        guess = nearest_word(attribute, public)
+        hint = f"; did you mean '{module_name}:{guess}'?" if guess else ""
+        raise UsageError(
+            f"module {module_name!r} has no function or class {attribute!r}, which data.source "
+            f"names as {name!r}{hint}"
+        )
+    return made  # type: ignore[no-any-return]

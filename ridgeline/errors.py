@@ -1,0 +1,40 @@
+"""The two ways a command ends badly, and how an unknown word is reported.
+
+Every room raises one of these for anything the user can cause; `cli.py` turns them into one line on
+standard error and an exit code. Anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(Exception):
+    """What was asked cannot be done as asked: a wrong word, value or combination. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunError(Exception):
+    """What was asked is fine but went wrong while it ran. Exit code 1."""
+
+    exit_code = 1
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str | None:
+    """The known word that looks most like `word`, or None when none looks like it at all."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    return matches[0] if matches else None
+
+
+def unknown_word(kind: str, word: str, known: Iterable[str], place: str) -> UsageError:
+    """The error for a name that is not in a table: the value, where it stood, what would be right.
+
+    >>> str(unknown_word("optimizer", "adamv", ["adam", "adamw", "sgd"], "optim.name"))
+    "unknown optimizer 'adamv' in optim.name; did you mean 'adamw'? (known: adam, adamw, sgd)"
+    """
+    names = sorted(known)
+    guess = nearest_word(word, names)
+    hint = f"did you mean {guess!r}? " if guess else ""
+    return UsageError(f"unknown {kind} {word!r} in {place}; {hint}(known: {', '.join(names)})")

@@ -1,0 +1,1 @@
+"""Starting ranks and telling each who it is. Imports without torch."""

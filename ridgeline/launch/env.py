@@ -1,0 +1,98 @@
+"""Who this process is among the ranks: the only file that reads rank variables.
+
+Whatever started the process left its answer in environment variables; `read_rank_env` turns them into
+one dataclass. Called once by `train/worker.py` and by `ridgeline.start` in a user's own script.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ridgeline.errors import UsageError
+
+_RECORDED_PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "SLURM_JOB")
+_RECORDED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CI")
+# Values of variables whose names say that they hold a secret are left out even when allowed above.
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """This process's place among all the processes of the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Place among the processes of this node; chooses the device."""
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    source: str
+    """What the values were read from: `torchrun` or `single process`."""
+
+
+def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
+    """The rank variables that torchrun and torch's elastic agent set, or a job of one process."""
+    env = os.environ if environ is None else environ
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return RankEnv(0, 1, 0, 1, "127.0.0.1", 0, "single process")
+    rank = _whole_number(env, "RANK")
+    world_size = _whole_number(env, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise UsageError(f"RANK={rank} is outside WORLD_SIZE={world_size}; start with torchrun")
+    return RankEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_whole_number(env, "LOCAL_RANK", default=rank),
+        local_world_size=_whole_number(env, "LOCAL_WORLD_SIZE", default=world_size),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_whole_number(env, "MASTER_PORT", default=0),
+        source="torchrun",
+    )
+
+
+def _whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise UsageError(
+            f"the environment sets some rank variables but not {name}; start the script with torchrun"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} in the environment is not a whole number") from None
+
+
+def recorded_environment(environ: Mapping[str, str] | None = None) -> dict[str, object]:
+    """What `env.json` keeps: versions and an allow-list of variables, never the whole environment."""
+    env = os.environ if environ is None else environ
+    kept = {
+        name: value
+        for name, value in sorted(env.items())
+        if (name in _RECORDED or name.startswith(_RECORDED_PREFIXES))
+        and not any(word in name for word in _SECRET_WORDS)
+    }
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": _versions("torch", "numpy", "ridgeline"),
+        "variables": kept,
+    }
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    from importlib import metadata
+
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,152 @@
+"""N ranks on this machine, under torch's elastic agent.
+
+The agent starts the processes, watches them, and ends all when one fails. This file adds what a
+person at a terminal needs: rank 0 owns the terminal while the others write to `logs/`, the error shown
+is the one of the rank that failed first, and Ctrl-C ends every rank at once. Called by `ridgeline train`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import RunError, UsageError
+
+SHUTDOWN_S = 5
+"""Seconds that ranks get to end after SIGTERM before they are killed."""
+
+_ECHO = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|peer|NCCL|gloo", re.IGNORECASE
+)
+"""What a rank says whose neighbour died: the consequence of a failure, not its cause."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank ended badly: its own account, or the signal that ended it."""
+
+    rank: int
+    time: float
+    message: str
+    usage: bool = False
+    echo: bool = False
+    traceback: str = ""
+
+
+def failure_file(directory: Path, rank: int) -> Path:
+    """Where a rank leaves the account of its failure for the launcher."""
+    return directory / f"failure-{rank}.json"
+
+
+def write_failure(directory: Path, rank: int, time: float, error: BaseException, trace: str) -> None:
+    """Called by a failing rank as the last thing it does."""
+    known = isinstance(error, (UsageError, RunError))
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    value = {
+        "rank": rank,
+        "time": time,
+        "message": text,
+        "usage": isinstance(error, UsageError),
+        "echo": not known and bool(_ECHO.search(text)),
+        "traceback": "" if known else trace,
+    }
+    aside = failure_file(directory, rank).with_suffix(".part")
+    aside.write_text(json.dumps(value), encoding="utf-8")
+    aside.replace(failure_file(directory, rank))
+
+
+def first_failure(failures: list[RankFailure]) -> RankFailure:
+    """The cause: the earliest failure that is not merely the echo of another rank's death."""
+    causes = [failure for failure in failures if not failure.echo]
+    return min(causes or failures, key=lambda failure: failure.time)
+
+
+def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: int) -> None:
+    """Run `command` on every rank and wait; raises the first failure, or KeyboardInterrupt."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The agent reports failures itself in many lines; the one line this file makes of them is enough.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="ridgeline-agent-") as scratch:
+        environment = {
+            # With gloo, restarted ranks would otherwise read stale addresses from the agent's store.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": str(threads),
+        }
+        redirects = {rank: Std.ALL for rank in range(1, num_processes)}
+        options: dict[str, Any] = {
+            "min_nodes": 1,
+            "max_nodes": 1,
+            "nproc_per_node": num_processes,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": "127.0.0.1:0",
+            "run_id": f"ridgeline-{os.getpid()}",
+            "max_restarts": 0,
+            "monitor_interval": 0.1,
+            "local_addr": "127.0.0.1",
+            "logs_specs": DefaultLogsSpecs(log_dir=scratch, redirects=redirects),
+        }
+        if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
+            options["shutdown_timeout"] = SHUTDOWN_S
+        before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            elastic_launch(LaunchConfig(**options), sys.executable)(*command)
+        except ChildFailedError as error:
+            _raise_first(error, log_dir)
+        except SignalException as error:
+            raise KeyboardInterrupt(str(error)) from None
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            _keep_logs(Path(scratch), log_dir)
+
+
+def _raise_first(error: Any, log_dir: Path) -> None:
+    """Turn the agent's account of dead processes, and the ranks' own, into one error."""
+    failures: list[RankFailure] = []
+    for rank, failure in error.failures.items():
+        own = failure_file(log_dir, rank)
+        if own.exists():
+            failures.append(RankFailure(**json.loads(own.read_text(encoding="utf-8"))))
+        elif failure.exitcode < 0:
+            failures.append(
+                RankFailure(rank, failure.timestamp, f"was killed by {failure.signal_name()}")
+            )
+        else:
+            text = f"ended with exit code {failure.exitcode}"
+            failures.append(RankFailure(rank, failure.timestamp, text))
+    # A rank that failed first may have been counted by the agent only after the others: read all.
+    for path in log_dir.glob("failure-*.json"):
+        account = RankFailure(**json.loads(path.read_text(encoding="utf-8")))
+        if all(known.rank != account.rank for known in failures):
+            failures.append(account)
+    cause = first_failure(failures)
+    if cause.usage:
+        raise UsageError(cause.message)
+    if cause.traceback:
+        (log_dir / f"traceback-{cause.rank}.txt").write_text(cause.traceback, encoding="utf-8")
+        raise RunError(
+            f"rank {cause.rank}: {cause.message}\n"
+            f"  traceback: {log_dir / f'traceback-{cause.rank}.txt'}"
+        )
+    raise RunError(f"rank {cause.rank}: {cause.message}; logs of every rank: {log_dir}")
+
+
+def _keep_logs(scratch: Path, log_dir: Path) -> None:
+    """The agent nests its logs by attempt; keep one file a rank and stream, and no empty ones."""
+    for path in scratch.rglob("std*.log"):
+        text = path.read_bytes()
+        if text.strip():
+            target = log_dir / f"rank{path.parent.name}.{path.stem}.log"
+            target.write_bytes(text)

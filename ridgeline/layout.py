@@ -1,0 +1,562 @@
+"""The layout: one value for how a job is spread over processes, its text form, and what composes.
+
+`dp=4,zero=3,precision=bf16` means the same on the command line, in YAML, in a run directory and in
+a test's name, because all of them go through `Layout.parse` and `str`. The composition table below
+(`_APART` and `_NEEDS`) is the only list of what goes together: configuration checking, the planner,
+the documentation's matrix and the parity tests read it and keep none of their own. Called by
+`config`, `plan`, `parallel`, `verify` and `cli`; it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ridgeline.errors import UsageError, unknown_word
+
+AVAILABLE: Final = frozenset(
+    {"dp", "accumulate", "compile", "precision=tf32", "precision=bf16", "precision=fp16"}
+)
+"""The techniques that this release can run; a technique is finished when its name stands here."""
+
+TECHNIQUES: Final[dict[str, str]] = {
+    "dp": "data parallelism",
+    "zero=1": "sharding of optimizer state",
+    "zero=2": "sharding of optimizer state and gradients",
+    "zero=3": "sharding of optimizer state, gradients and weights",
+    "shard": "hybrid sharding",
+    "tp": "tensor parallelism",
+    "sp": "sequence parallelism",
+    "cp": "context parallelism",
+    "pp": "pipeline parallelism",
+    "schedule=gpipe": "the GPipe schedule",
+    "schedule=interleaved": "the interleaved schedule",
+    "schedule=zerobubble": "the zero-bubble schedule",
+    "spatial": "domain decomposition",
+    "ep": "expert parallelism",
+    "recompute=selective": "selective activation checkpointing",
+    "recompute=full": "full activation checkpointing",
+    "offload=optimizer": "keeping optimizer state on the host",
+    "offload=params": "keeping parameters on the host",
+    "offload=activations": "keeping activations on the host",
+    "precision=tf32": "tf32 arithmetic",
+    "precision=bf16": "bf16 arithmetic",
+    "precision=fp16": "fp16 arithmetic with loss scaling",
+    "precision=fp8": "fp8 arithmetic",
+    "compile": "the compiler",
+    "graphs": "CUDA graph capture",
+    "accumulate": "gradient accumulation",
+    "compress": "gradient compression",
+    "sync=local": "synchronising every k steps only",
+    "sync=async": "asynchronous updating",
+}
+"""Every technique by the text that switches it on, in the order of `Layout`'s fields."""
+
+_ZERO = ("zero=1", "zero=2", "zero=3")
+_OFFLOAD = ("offload=optimizer", "offload=params", "offload=activations")
+
+_APART: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]] = (
+    # Each on the left with each on the right: refused. The right one is given up first when the
+    # nearest layout that works is looked for. Everything that is not here composes.
+    (
+        ("spatial",),
+        ("tp", "sp", "cp", "ep"),
+        "spatial tiles an image while the other splits matrices, sequences or experts, "
+        "and no model has layers for both",
+    ),
+    (("spatial",), ("precision=fp8",), "fp8 covers matrix products, not convolutions"),
+    (
+        ("schedule=zerobubble",),
+        ("zero=3",),
+        "weight gradients run after the block's weights were resharded, "
+        "which gives wrong gradients without an error",
+    ),
+    (
+        ("schedule=zerobubble",),
+        ("compile",),
+        "a compiled stage has one fused backward that cannot be split into input and weight parts",
+    ),
+    (
+        ("schedule=zerobubble",),
+        ("recompute=selective", "recompute=full"),
+        "the split backward would recompute every block twice",
+    ),
+    (("pp",), ("accumulate",), "a pipeline accumulates over its microbatches; raise those instead"),
+    (
+        ("pp", "ep"),
+        ("graphs",),
+        "the host decides what is sent in each step, and a captured graph would freeze it",
+    ),
+    (
+        ("zero=2", "zero=3", *_OFFLOAD),
+        ("graphs",),
+        "tensors move to other addresses in every step, and a captured graph has fixed ones",
+    ),
+    (
+        ("graphs",),
+        ("compress",),
+        "a compression hook decides in Python on each step, and a captured graph would freeze it",
+    ),
+    (
+        _ZERO,
+        ("compress",),
+        "compression works on whole reduced gradients, and sharded replicas never hold those",
+    ),
+    (
+        ("tp", "sp", "ep"),
+        ("compress",),
+        "compression works on plain gradients that all ranks reduce together, "
+        "and these are split or belong to some ranks only",
+    ),
+    (
+        _ZERO,
+        ("sync=local", "sync=async"),
+        "replicas drift apart between synchronisations, so they cannot own shards of one state",
+    ),
+    (
+        ("ep",),
+        ("sync=local", "sync=async"),
+        "replicas share experts and must exchange tokens in every step",
+    ),
+    (
+        ("sync=local", "sync=async"),
+        ("compress",),
+        "weights are exchanged, not gradients, so there is nothing to compress",
+    ),
+    (
+        ("tp", "sp", "cp", "pp", "spatial"),
+        ("sync=async",),
+        "asynchronous replicas exchange whole models with a server, one process each",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Need:
+    """A condition between two fields that is about their values, not only about being in use."""
+
+    fields: tuple[str, str]
+    """The one that is kept, then the one that is changed first when a cure is looked for."""
+    text: str
+    holds: Callable[[Layout], bool]
+
+
+_NEEDS: Final[tuple[_Need, ...]] = (
+    _Need(("tp", "sp"), "sp=true needs tp above 1", lambda x: not x.sp or x.tp > 1),
+    _Need(("shard", "zero"), "shard needs zero=1 or more", lambda x: x.shard is None or x.zero > 0),
+    _Need(
+        ("dp", "shard"),
+        "shard must divide dp, so that every group has the same size",
+        lambda x: x.shard is None or x.dp % x.shard == 0,
+    ),
+    _Need(
+        ("dp", "ep"),
+        "ep must divide dp, because experts are spread over the data-parallel ranks",
+        lambda x: x.dp % x.ep == 0,
+    ),
+    _Need(
+        ("pp", "schedule"),
+        "a schedule other than 1f1b needs pp above 1",
+        lambda x: x.pp > 1 or x.schedule == "1f1b",
+    ),
+    _Need(
+        ("pp", "microbatches"),
+        "microbatches above 1 need pp above 1; without a pipeline use accumulate",
+        lambda x: x.pp > 1 or x.microbatches == 1,
+    ),
+    _Need(
+        ("schedule", "virtual"),
+        "virtual above 1 needs schedule=interleaved or schedule=zerobubble",
+        lambda x: x.virtual == 1 or x.schedule in ("interleaved", "zerobubble"),
+    ),
+    _Need(
+        ("schedule", "virtual"),
+        "schedule=interleaved needs virtual above 1",
+        lambda x: x.virtual > 1 or x.schedule != "interleaved",
+    ),
+    _Need(
+        ("pp", "microbatches"),
+        "1f1b needs at least as many microbatches as pp has stages",
+        lambda x: x.pp == 1 or x.schedule != "1f1b" or x.microbatches >= x.pp,
+    ),
+    _Need(
+        ("pp", "microbatches"),
+        "interleaved and zerobubble need microbatches to be a multiple of pp",
+        lambda x: (
+            x.pp == 1
+            or x.schedule not in ("interleaved", "zerobubble")
+            or x.microbatches % x.pp == 0
+        ),
+    ),
+    _Need(
+        ("offload", "zero"),
+        "offload=params needs zero=3, which brings weights in block by block",
+        lambda x: x.offload != "params" or x.zero == 3,
+    ),
+)
+
+_WORDS: Final[dict[str, tuple[str, ...]]] = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zerobubble"),
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none", "optimizer", "params", "activations"),
+    "precision": ("fp32", "tf32", "bf16", "fp16", "fp8"),
+    "compress": ("none", "fp16", "bf16", "powersgd:r"),
+    "sync": ("every", "local:k", "async"),
+}
+"""Allowed values of the fields that are words; after a colon stands a positive number."""
+
+_GENTLEST: Final[dict[str, tuple[str, ...]]] = {
+    "schedule": ("1f1b", "gpipe"),
+    "recompute": ("selective", "none"),
+    "offload": ("optimizer", "none"),
+    "precision": ("bf16", "tf32", "fp32"),
+    "compress": ("none",),
+    "sync": ("every",),
+}
+"""What to try, in this order, when a word has to give way."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is spread over processes. Values are checked one by one when it is made; whether
+    they go together is `check_layout`'s question, so that a wrong layout can still be talked about.
+
+    `zero`, `compress` and `sync` with `dp=1` are allowed and do nothing, so that the same text runs
+    on one process.
+    """
+
+    dp: int = 1
+    """Data-parallel replicas."""
+    zero: int = 0
+    """What replicas shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    shard: int | None = None
+    """Replicas in a sharding group; None: all of them."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    sp: bool = False
+    """Also shard norms and residuals along the sequence, among the tensor-parallel ranks."""
+    cp: int = 1
+    """Context-parallel ranks (sequence length)."""
+    pp: int = 1
+    """Pipeline stages."""
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    """Parts that a pipeline cuts each batch into."""
+    virtual: int = 1
+    """Pieces of the model on each stage."""
+    spatial: tuple[int, int] = (1, 1)
+    """Tiles of the image by height and width; the text `4` is four bands by height."""
+    ep: int = 1
+    """Expert-parallel ranks. They are the data-parallel ranks in groups of `ep`, not further
+    processes, so `ep` divides `dp` and does not count in `world_size`."""
+    recompute: str = "none"
+    offload: str = "none"
+    precision: str = "fp32"
+    compile: bool = False
+    graphs: bool = False
+    accumulate: int = 1
+    """Forward and backward passes before each optimizer step."""
+    compress: str = "none"
+    sync: str = "every"
+
+    def __post_init__(self) -> None:
+        for name in FIELDS:
+            # Through the text and back: one place that knows what is allowed, one spelling of it.
+            value = _read_value(name, _show_value(getattr(self, name)), "Layout")
+            object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        """The canonical text: fields in order, only those that are not the default."""
+        changed = [
+            f"{name}={_show_value(getattr(self, name))}"
+            for name in FIELDS
+            if getattr(self, name) != _DEFAULTS[name]
+        ]
+        return ",".join(changed) or "dp=1"
+
+    @classmethod
+    def parse(cls, text: str, place: str = "layout") -> Layout:
+        """The layout that a text names; empty text is one process with nothing switched on."""
+        items = _read_items(text, place)
+        return cls(**{name: _read_value(name, value, place) for name, value in items.items()})
+
+    @classmethod
+    def parse_for(cls, text: str, num_processes: int, place: str = "layout") -> Layout:
+        """The layout that a text names on so many processes: a `dp` it does not state is filled in.
+
+        Give the text as the user wrote it: `str` leaves `dp=1` out, and then it is not stated.
+        """
+        if num_processes < 1:
+            raise UsageError(f"{num_processes} processes for {place}; use 1 or more")
+        layout = cls.parse(text, place)
+        stated = "dp" in _read_items(text, place)
+        rest = layout.world_size // layout.dp
+        fits = num_processes % rest == 0
+        if fits and not stated:
+            return layout.replace(dp=num_processes // rest)
+        if layout.world_size == num_processes and stated:
+            return layout
+        below, above = num_processes // rest * rest, (num_processes // rest + 1) * rest
+        if not stated:
+            choices = [f"-n {n}" for n in (below, above) if n]
+            problem = f"{text!r} in {place} needs a multiple of {rest} processes"
+        else:
+            problem = f"{text!r} in {place} needs {layout.world_size} processes"
+            other = f"dp={num_processes // rest}" if fits else f"dp=1 with -n {rest}"
+            choices = [f"-n {layout.world_size}"] + [other] * (fits or layout.dp > 1)
+        raise UsageError(f"{problem} but there are {num_processes}; use {' or '.join(choices)}")
+
+    @property
+    def world_size(self) -> int:
+        """Processes that the layout needs; `ep` reuses data-parallel ranks and adds none."""
+        return self.dp * self.tp * self.cp * self.pp * math.prod(self.spatial)
+
+    def replace(self, **changes: Any) -> Layout:
+        """The same layout with some fields given new values."""
+        for name in changes:
+            _require_field(name, "Layout.replace")
+        return dataclasses.replace(self, **changes)
+
+    def with_field(self, name: str, text: str, place: str = "layout") -> Layout:
+        """The same layout with one field read from text, as in `layout.precision=bf16`."""
+        _require_field(name, place)
+        return dataclasses.replace(self, **{name: _read_value(name, text, place)})
+
+
+_DEFAULTS: Final[dict[str, Any]] = {f.name: f.default for f in dataclasses.fields(Layout)}
+FIELDS: Final[tuple[str, ...]] = tuple(_DEFAULTS)
+"""The names of a layout's fields, in the order of the canonical text."""
+
+
+def override_text(text: str, name: str, value: str, place: str = "layout") -> str:
+    """A layout text with one field set, otherwise as written, so that a stated `dp=1` stays stated
+    for `Layout.parse_for`."""
+    items = _read_items(text, place)
+    _require_field(name, place)
+    items[name] = _show_value(_read_value(name, value, place))
+    return ",".join(f"{key}={items[key]}" for key in FIELDS if key in items)
+
+
+def _require_field(name: str, place: str) -> None:
+    if name not in _DEFAULTS:
+        raise unknown_word("layout field", name, FIELDS, place)
+
+
+def _read_items(text: str, place: str) -> dict[str, str]:
+    """The fields a text states, with their values still as text."""
+    items: dict[str, str] = {}
+    if not text.strip():
+        return items
+    for item in text.split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise UsageError(
+                f"{item.strip()!r} in {place} is no field=value; write for example 'dp=4,tp=2'"
+            )
+        _require_field(name, place)
+        if name in items:
+            raise UsageError(f"{name} is given twice in {place}, as {items[name]} and {value}")
+        items[name] = value
+    return items
+
+
+def _positive(text: str) -> int | None:
+    """The number that a text is, or None; nine digits are enough for any count of processes."""
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    return number if number > 0 else None
+
+
+def _read_word(text: str, words: tuple[str, ...]) -> str | None:
+    """The canonical spelling of one of the words; `powersgd:r` stands for any positive r."""
+    head, colon, tail = text.partition(":")
+    for word in words:
+        if ":" not in word and text == word:
+            return word
+        if colon and word.startswith(head + ":") and (number := _positive(tail)) is not None:
+            return f"{head}:{number}"
+    return None
+
+
+def _read_value(name: str, text: str, place: str) -> Any:
+    """The value of one field; the error says what is allowed."""
+    value: Any = None
+    if name in _WORDS:
+        value, allowed = _read_word(text, _WORDS[name]), ", ".join(_WORDS[name])
+    elif name == "zero":
+        value = int(text) if text in ("0", "1", "2", "3") else None
+        allowed = "0, 1, 2, 3"
+    elif name == "spatial":
+        height, _, width = text.partition("x")
+        tiles = (_positive(height), _positive(width) if "x" in text else 1)
+        value = None if None in tiles else tiles
+        allowed = "a positive whole number, or two as in 2x4"
+    elif isinstance(_DEFAULTS[name], bool):
+        value, allowed = {"true": True, "false": False}.get(text.lower()), "true, false"
+    elif name == "shard" and text.lower() == "none":
+        return None
+    else:
+        value, allowed = _positive(text), "a positive whole number"
+    if value is None:
+        raise UsageError(f"{name}={text} in {place} is not allowed; {name} can be {allowed}")
+    return value
+
+
+def _show_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "x".join(str(n) for n in (value[:1] if value[1:] == (1,) else value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def techniques(layout: Layout) -> tuple[str, ...]:
+    """The techniques a layout uses, named as in `TECHNIQUES`; fp32 on one device uses none."""
+    used = {f"{name}={str(getattr(layout, name)).partition(':')[0]}" for name in FIELDS}
+    used |= {name for name in FIELDS if getattr(layout, name) != _DEFAULTS[name]}
+    return tuple(name for name in TECHNIQUES if name in used)
+
+
+def why_apart(first: str, second: str) -> str | None:
+    """Why two techniques do not compose, or None when they do."""
+    for left, right, reason in _APART:
+        if (first in left and second in right) or (second in left and first in right):
+            return reason
+    return None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with a layout."""
+
+    fields: tuple[str, ...]
+    """The field, or the two fields, that it is about."""
+    reason: str
+    nearest: str
+    """The text of the nearest layout that works."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; the nearest layout that works is {self.nearest!r}"
+
+
+def check_layout(layout: Layout) -> list[Finding]:
+    """What in a layout does not go together; empty when everything does."""
+    broken = list(_broken(layout))
+    nearest = str(_nearest(layout)) if broken else ""
+    return [Finding(fields, reason, nearest) for fields, reason in broken]
+
+
+def require_layout(layout: Layout, place: str = "layout") -> None:
+    """Refuse a layout whose fields do not go together, with the first reason."""
+    for finding in check_layout(layout):
+        raise UsageError(f"{str(layout)!r} in {place}: {finding}")
+
+
+def check_available(layout: Layout) -> list[Finding]:
+    """What in a layout this release cannot run; the remedy keeps the number of processes."""
+    missing = [name for name in techniques(layout) if name not in AVAILABLE]
+    if not missing:
+        return []
+    kept = layout
+    for name in missing:
+        field = name.partition("=")[0]
+        for text in (*_GENTLEST.get(field, ()), _show_value(_DEFAULTS[field])):
+            trial = kept.with_field(field, text)
+            if not any(t.partition("=")[0] == field for t in set(techniques(trial)) - AVAILABLE):
+                kept = trial
+                break
+    kept = _nearest(kept)
+    kept = kept.replace(dp=kept.dp * layout.world_size // kept.world_size)
+    groups: dict[str, list[str]] = {}
+    for name in (t for t in TECHNIQUES if t in AVAILABLE):
+        groups.setdefault(name.partition("=")[0], []).append(name.partition("=")[2])
+    has = ", ".join(f"{k}={'|'.join(v)}" if v[0] else k for k, v in groups.items())
+    findings = []
+    for name in missing:
+        field = name.partition("=")[0]
+        shown = f"{field}={_show_value(getattr(layout, field))}"
+        reason = f"{shown}: {TECHNIQUES[name]} is not in this release (it has {has})"
+        findings.append(Finding((field,), reason, str(kept)))
+    return findings
+
+
+def _broken(layout: Layout) -> Iterator[tuple[tuple[str, str], str]]:
+    """Each pair of fields that does not go together, and why."""
+    for need in _NEEDS:
+        if not need.holds(layout):
+            first, second = need.fields
+            shown = [f"{n}={_show_value(getattr(layout, n))}" for n in need.fields]
+            yield (first, second), f"{shown[0]} and {shown[1]} do not compose: {need.text}"
+    used = techniques(layout)
+    for left, right, reason in _APART:
+        for first in (name for name in used if name in left):
+            for second in (name for name in used if name in right):
+                fields = (first.partition("=")[0], second.partition("=")[0])
+                shown = [f"{n}={_show_value(getattr(layout, n))}" for n in fields]
+                yield fields, f"{shown[0]} and {shown[1]} do not compose: {reason}"
+
+
+def _neighbours(layout: Layout, field: str, other: str) -> Iterator[Layout]:
+    """Layouts that differ in one field, gentlest change first."""
+    value, default = getattr(layout, field), _DEFAULTS[field]
+    if field == "zero":
+        texts = [str(n) for n in sorted(range(4), key=lambda n: (abs(n - value), n))]
+    elif field in _GENTLEST:
+        texts = [*_GENTLEST[field], _show_value(default)]
+    elif isinstance(value, int) and not isinstance(value, bool):
+        partner = getattr(layout, other)
+        partner = partner if isinstance(partner, int) else 1
+        numbers = {n for n in range(1, partner + 1) if partner % n == 0} if partner < 4096 else {1}
+        numbers |= {
+            2,
+            partner * (value // max(partner, 1)),
+            partner * (value // max(partner, 1) + 1),
+        }
+        ordered = sorted(numbers - {0}, key=lambda n: (abs(n - value), n))
+        texts = [str(n) for n in ordered] + [_show_value(default)]
+    else:
+        texts = [_show_value(default)]
+    for text in texts:
+        if text != _show_value(value):
+            yield layout.with_field(field, text)
+
+
+def _nearest(layout: Layout) -> Layout:
+    """The nearest layout that works: change one of the two fields of the first finding, keeping the
+    number of processes where that is possible, until nothing is left to find."""
+    for _ in range(2 * len(FIELDS)):
+        broken = list(_broken(layout))
+        if not broken:
+            return layout
+        keep, change = broken[0][0]
+        trials = [*_neighbours(layout, change, keep), *_neighbours(layout, keep, change)]
+        size = layout.world_size
+        # min() keeps the first of equals, so the order of the trials decides what is gentlest.
+        layout = min(trials, key=lambda x: (len(list(_broken(x))), x.world_size != size))
+    return Layout(dp=layout.dp)
+
+
+def composition_matrix() -> str:
+    """The composition table as Markdown: which pairs compose, why the others do not, and which
+    fields need one another."""
+    reasons: list[str] = []
+
+    def cell(first: str, second: str) -> str:
+        if first.partition("=")[0] == second.partition("=")[0]:
+            return " "
+        reason = why_apart(first, second)
+        if reason is None:
+            return "✓"
+        if reason not in reasons:
+            reasons.append(reason)
+        return str(reasons.index(reason) + 1)
+
+    names = list(TECHNIQUES)
+    lines = ["| |" + "|".join(f" `{name}` " for name in names) + "|"]
+    lines.append("|---|" + ":-:|" * len(names))
+    lines += [f"| `{a}` |" + "|".join(f" {cell(a, b)} " for b in names) + "|" for a in names]
+    lines += ["", "✓ composes; a number is the reason why not:", ""]
+    lines += [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    lines += ["", "Fields that need one another:", ""]
+    lines += [f"- {need.text}" for need in _NEEDS]
+    return "\n".join(lines) + "\n"

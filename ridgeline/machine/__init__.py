@@ -1,0 +1,1 @@
+"""What this machine can do, measured or from data sheets, as `MachineFacts`."""

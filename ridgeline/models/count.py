@@ -1,0 +1,63 @@
+"""What one sample costs: parameters and FLOPs, counted on the meta device, where nothing is computed.
+
+`train/setup.py` calls it before the model gets any memory; the figures go to `facts.json` and are what
+MFU is measured with. Attention is counted too (torch counts it on meta, not on the CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ridgeline.facts import ModelFacts
+
+Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def count_model(
+    name: str,
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    objective: Objective,
+    unit: str = "samples",
+    units_per_sample: int = 1,
+) -> ModelFacts:
+    """Facts of a module that lives on the meta device, from one training step of `inputs` there."""
+    parameters = list(model.parameters())
+    num_parameters = sum(p.numel() for p in parameters)
+    num_samples = inputs.shape[0]
+    try:
+        forward, total = _count(model, inputs, targets, objective)
+        source = "counted"
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+        # Control flow that depends on values cannot run on meta: fall back to the usual estimate.
+        forward = 2.0 * num_parameters * units_per_sample * num_samples
+        total = 3.0 * forward
+        source = "6N"
+    return ModelFacts(
+        name=name,
+        num_parameters=num_parameters,
+        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        train_flops_per_sample=total / num_samples,
+        forward_flops_per_sample=forward / num_samples,
+        flops_source=source,
+        sample_shape=tuple(inputs.shape[1:]),
+        units_per_sample=units_per_sample,
+        unit=unit,
+    )
+
+
+def _count(
+    model: nn.Module, inputs: Tensor, targets: Tensor, objective: Objective
+) -> tuple[float, float]:
+    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+        loss = objective(model, inputs, targets)
+        forward = float(counter.get_total_flops())
+        loss.backward()
+        total = float(counter.get_total_flops())
+    return forward, total

@@ -1,0 +1,1 @@
+"""Optimizers, learning-rate schedules and the rules that tie the rate to the batch."""

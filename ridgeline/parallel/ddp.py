@@ -1,0 +1,109 @@
+"""Data parallelism: every rank holds the model, gradients are averaged while backward goes on.
+
+torch's DistributedDataParallel does the buckets and the overlap. `Replicated` adds two things: it
+looks like the module it wraps (attributes, state-dict keys), so that code which has never heard of it
+goes on working, and it weighs gradients by the share of the global batch that a rank really has, so
+that an uneven batch gives the gradient of one device. Called by `apply.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from ridgeline.parallel.mesh import Mesh
+from ridgeline.parallel.share import Share
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity forward; backward multiplies the gradient by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+class Replicated(DistributedDataParallel):
+    """A module whose gradients are averaged over the data ranks, and which still looks like itself."""
+
+    def __init__(self, module: nn.Module, share: Share, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._share = share
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*inputs, **kwargs)
+        if self._share.scale == 1.0 or not torch.is_grad_enabled():
+            return outputs
+        scale = self._share.scale
+
+        def weigh(value: Tensor) -> Tensor:
+            return _ScaleGradient.apply(value, scale) if value.requires_grad else value
+
+        return tree_map_only(Tensor, weigh, outputs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+
+def apply_ddp(
+    model: nn.Module, mesh: Mesh, share: Share, bucket_mb: float = 25.0, find_unused: bool = False
+) -> nn.Module:
+    """Wrap `model`; weights and buffers of rank 0 are sent to the others as this returns."""
+    assert mesh.data_group is not None
+    return Replicated(
+        model,
+        share,
+        device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
+        process_group=mesh.data_group,
+        bucket_cap_mb=bucket_mb,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=True,
+    )
+
+
+def skip_reduction(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which backward only adds to local gradients: for all but the last microbatch."""
+    return model.no_sync() if isinstance(model, Replicated) else nullcontext()
+
+
+def watch_last_gradient(model: nn.Module, call: Callable[[], None]) -> None:
+    """Call `call` when the last local gradient of a backward pass is there.
+
+    Communication that ends after that moment is exposed. The parameter whose gradient comes last is
+    found in the first backward pass, after which a single hook remains, so that it costs nothing.
+    """
+    order: list[nn.Parameter] = []
+    hooks: list[Any] = []
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def first_pass(parameter: nn.Parameter) -> None:
+        order.append(parameter)
+        if len(order) == len(parameters):
+            for hook in hooks:
+                hook.remove()
+            order[-1].register_post_accumulate_grad_hook(lambda _: call())
+
+    hooks.extend(p.register_post_accumulate_grad_hook(first_pass) for p in parameters)

@@ -1,0 +1,43 @@
+"""What type the arithmetic is done in: autocast, loss scaling, TF32.
+
+Parameters stay in their own type; this says how products are computed. Called by `train/setup.py` and
+`ridgeline.start`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The run's precision on one kind of device."""
+
+    name: str
+    device_type: str
+    scaler: torch.amp.GradScaler | None
+    """Loss scaling, which fp16 needs and the others do not."""
+
+    def autocast(self) -> AbstractContextManager[None]:
+        dtype = _AUTOCAST.get(self.name)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+
+
+def build_precision(name: str, device: torch.device) -> Precision:
+    """Set the process's matrix-product mode and return the rest."""
+    torch.set_float32_matmul_precision("highest" if name == "fp32" else "high")
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = name != "fp32"
+    scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+    return Precision(name, device.type, scaler)

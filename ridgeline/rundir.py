@@ -1,0 +1,240 @@
+"""The run directory: the one contract between what runs and what looks at a run.
+
+The trainer writes here and nothing else does; `report`, and later the doctor, the scaling curves and
+the search, read from here and never from a live trainer. Records are small frozen dataclasses, kept
+one JSON object a line, so that a run killed in the middle of a write loses at most that line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import UsageError
+
+CONFIG = "config.yaml"
+LAYOUT = "layout.txt"
+FACTS = "facts.json"
+ENV = "env.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+REPORT = "report.html"
+LOGS = "logs"
+TENSORBOARD = "tensorboard"
+WEIGHTS = "weights.safetensors"
+
+SPLIT = ("data_s", "h2d_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
+"""The parts a step's time is split into, in the order in which they happen."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step as rank 0 saw it; `loss` and `grad_norm` are those of the global batch."""
+
+    step: int
+    """Counts optimizer steps from 1."""
+    epoch: int
+    """Counts from 0."""
+    time: float
+    """When the record was made, in seconds since 1970."""
+    loss: float
+    lr: float
+    num_samples: int
+    """Samples in the global batch."""
+    step_s: float
+    """Wall-clock time from the end of the step before to the end of this one."""
+    data_s: float = 0.0
+    """Waiting for the loader."""
+    h2d_s: float = 0.0
+    """Copying the batch from the host to the device."""
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """Backward arithmetic; communication hidden behind it is inside this figure."""
+    comm_s: float = 0.0
+    """Communication that nothing hides: from the last local gradient to the last reduced one."""
+    optimizer_s: float = 0.0
+    """Clipping, the update and clearing the gradients."""
+    grad_norm: float | None = None
+    mfu: float | None = None
+    """Counted model FLOPs over the devices' peak, 0 to 1."""
+    memory_bytes: int | None = None
+    """Peak device memory so far on rank 0 (resident set size where the device is the CPU)."""
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / self.step_s if self.step_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """The metrics of one pass over the evaluation split, exact over all ranks."""
+
+    step: int
+    epoch: int
+    time: float
+    num_samples: int
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank measured over a stretch of steps; the spread between ranks shows stragglers."""
+
+    rank: int
+    host: str
+    device: str
+    num_steps: int
+    step_s: float
+    """Median over the steps."""
+    step_p95_s: float
+    split_s: dict[str, float] = field(default_factory=dict)
+    """Median of each part of `SPLIT`."""
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened once: start, end, failed, interrupted, target-reached, note."""
+
+    time: float
+    event: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+Record = StepRecord | EvalRecord | RankRecord
+
+_KINDS: dict[str, type[StepRecord] | type[EvalRecord] | type[RankRecord]] = {
+    "step": StepRecord,
+    "eval": EvalRecord,
+    "rank": RankRecord,
+}
+_KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Each whole JSON line of a file; a last line cut off by a kill is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def _known_fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Only the fields this version knows, so that a newer run directory can still be read."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    return {key: value for key, value in values.items() if key in names}
+
+
+def _append_line(path: Path, value: Mapping[str, Any]) -> None:
+    """One `write` call of one line, so that lines of several processes never interleave."""
+    line = json.dumps(value, allow_nan=True, separators=(", ", ": ")) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside one run directory and the records kept there."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunDir:
+        """A new directory `root/name-DATE-TIME`; a number is added when that one exists."""
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        for attempt in range(1, 1000):
+            suffix = "" if attempt == 1 else f"-{attempt}"
+            path = root / f"{name}-{stamp}{suffix}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise UsageError(
+                    f"cannot make a run directory under {root} ({error.strerror}); "
+                    "choose another place with --out DIR"
+                ) from error
+            (path / LOGS).mkdir()
+            return cls(path)
+        raise UsageError(f"a thousand runs named {name}-{stamp} exist under {root}; choose another")
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run directory; one that holds no configuration is none."""
+        if not path.is_dir():
+            raise UsageError(f"no run directory at {path}; `ridgeline train` prints where its runs are")
+        if not (path / CONFIG).exists():
+            raise UsageError(f"{path} is not a run directory: it holds no {CONFIG}")
+        return cls(path)
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write aside and rename, so that a reader never sees half a file."""
+        target = self.file(name)
+        aside = target.with_name(target.name + ".part")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(target)
+        return target
+
+    def write_json(self, name: str, value: Any) -> Path:
+        return self.write_text(name, json.dumps(value, indent=2, sort_keys=False) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """The content of a JSON file of this run, or None when there is no such file."""
+        path = self.file(name)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def append(self, record: Record) -> None:
+        value = {"kind": _KIND_OF[type(record)], **dataclasses.asdict(record)}
+        _append_line(self.file(METRICS), value)
+
+    def add_event(self, event: str, **details: Any) -> None:
+        _append_line(
+            self.file(EVENTS), dataclasses.asdict(Event(time.time(), event, dict(details)))
+        )
+
+    def records(self) -> Iterator[Record]:
+        """Every record of `metrics.jsonl`, in the order it was written."""
+        for value in _read_lines(self.file(METRICS)):
+            cls = _KINDS.get(value.pop("kind", ""))
+            if cls is not None:
+                yield cls(**_known_fields(cls, value))
+
+    def steps(self) -> list[StepRecord]:
+        return [r for r in self.records() if isinstance(r, StepRecord)]
+
+    def evals(self) -> list[EvalRecord]:
+        return [r for r in self.records() if isinstance(r, EvalRecord)]
+
+    def ranks(self) -> list[RankRecord]:
+        """The newest record of each rank, by rank."""
+        newest = {r.rank: r for r in self.records() if isinstance(r, RankRecord)}
+        return [newest[rank] for rank in sorted(newest)]
+
+    def events(self) -> list[Event]:
+        return [Event(**_known_fields(Event, v)) for v in _read_lines(self.file(EVENTS))]
+
+    def status(self) -> str:
+        """How the run ended: its last closing event, or `running` (or killed) when there is none."""
+        closing = [e.event for e in self.events() if e.event in ("end", "failed", "interrupted")]
+        names = {"end": "finished", "failed": "failed", "interrupted": "interrupted"}
+        return names[closing[-1]] if closing else "running"

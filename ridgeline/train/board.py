@@ -1,0 +1,51 @@
+"""Scalars for TensorBoard, where it is installed. Called by `run.py` on rank 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ridgeline.errors import UsageError
+from ridgeline.rundir import SPLIT, TENSORBOARD, EvalRecord, RunDir, StepRecord
+
+
+class Board:
+    """Writes nothing at all when TensorBoard is off or not there."""
+
+    def __init__(self, run: RunDir, choice: str) -> None:
+        self._writer: Any = None
+        if choice == "no":
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            if choice == "yes":
+                raise UsageError(
+                    "log.tensorboard=yes but TensorBoard is not installed; "
+                    "pip install 'ridgeline[report]' or set log.tensorboard=no"
+                ) from error
+            return
+        self._writer = SummaryWriter(str(run.file(TENSORBOARD)))
+
+    def step(self, record: StepRecord) -> None:
+        if self._writer is None:
+            return
+        scalars = {
+            "train/loss": record.loss,
+            "train/lr": record.lr,
+            "train/grad_norm": record.grad_norm,
+            "speed/samples_per_s": record.samples_per_s,
+            "speed/mfu": record.mfu,
+            **{f"time/{part}": getattr(record, part) for part in ("step_s", *SPLIT)},
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, record.step, walltime=record.time)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        if self._writer is not None:
+            for name, value in record.metrics.items():
+                self._writer.add_scalar(f"eval/{name}", value, record.step, walltime=record.time)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

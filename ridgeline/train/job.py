@@ -1,0 +1,231 @@
+"""For a training loop of the user's own: `job = ridgeline.start()`, then a few changed lines.
+
+A `Job` is this process's place among the ranks with the three things a loop needs from it: the model
+arranged by the layout, a loader that deals the global batch out, and the mean of a value over ranks.
+On one process all of them do nothing, so the same script runs anywhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterator, Sized
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import default_collate
+
+from ridgeline.config import DdpConfig
+from ridgeline.data.order import BatchPlan, num_batches, plan_epoch
+from ridgeline.errors import UsageError
+from ridgeline.launch.env import read_rank_env
+from ridgeline.layout import Layout
+from ridgeline.parallel.apply import parallelize
+from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, close_mesh
+from ridgeline.parallel.precision import Precision, build_precision
+from ridgeline.parallel.share import Share
+
+
+class Job:
+    """This process among the ranks of a job; made by `start`."""
+
+    def __init__(self, mesh: Mesh, precision: Precision, seed: int) -> None:
+        self._mesh, self._precision, self._seed = mesh, precision, seed
+        self._share = Share()
+
+    @property
+    def rank(self) -> int:
+        return self._mesh.env.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._mesh.env.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._mesh.device
+
+    @property
+    def layout(self) -> Layout:
+        return self._mesh.layout
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank should print and write files."""
+        return self._mesh.is_main
+
+    def parallelize(self, model: nn.Module, **options: Any) -> nn.Module:
+        """`model` on this rank's device, arranged by the layout; weights are rank 0's.
+
+        Options are those of `ridgeline.config.DdpConfig`: bucket_mb, sync_batch_norm, find_unused.
+        """
+        try:
+            ddp = DdpConfig(**options)
+        except TypeError as error:
+            raise UsageError(f"parallelize: {error}") from None
+        model = model.to(self.device)
+        return parallelize(model, self.layout, mesh=self._mesh, share=self._share, ddp=ddp)
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> JobLoader:
+        """Batches of this rank, already on its device. `batch_size` is that of the whole job."""
+        return JobLoader(
+            self._mesh,
+            self._share,
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            workers=workers,
+            collate=collate,
+            seed=self._seed,
+        )
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The layout's precision, for the forward pass."""
+        return self._precision.autocast()
+
+    def mean(self, value: Tensor | float) -> float:
+        """Mean over the ranks of a value that is itself a mean over the batch at hand.
+
+        Exact for uneven batches too: each rank counts for the samples it really had.
+        """
+        number = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+        total = self._mesh.sum_over_data(number * self._share.scale)
+        return float(total / self._mesh.data_size)
+
+    def print(self, *values: Any) -> None:
+        """`print` on the main rank, nothing on the others."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def close(self) -> None:
+        """Leave the job; done by itself when the script ends."""
+        close_mesh(self._mesh)
+
+
+class JobLoader:
+    """Iterates over this rank's part of each global batch; a new pass is a new epoch.
+
+    The order of samples depends on seed and epoch alone, and every sample comes exactly once an
+    epoch, whatever the number of ranks. An uneven last batch is weighed, not padded.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        share: Share,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        workers: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+    ) -> None:
+        if not isinstance(dataset, Sized):
+            raise UsageError(
+                f"{type(dataset).__name__} has no length; Job.loader needs a map-style data set"
+            )
+        if batch_size % mesh.data_size:
+            near = batch_size // mesh.data_size * mesh.data_size
+            raise UsageError(
+                f"batch_size={batch_size} is that of the whole job and is not divisible by its "
+                f"{mesh.data_size} ranks; the nearest that are: {near or mesh.data_size} "
+                f"or {near + mesh.data_size}"
+            )
+        self._mesh, self._share = mesh, share
+        self._size = len(dataset)
+        self._batch, self._seed, self._epoch = batch_size, seed, 0
+        self._shuffle, self._drop_last = shuffle, drop_last
+        self._plans: list[BatchPlan] = []
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=_Plans(self),
+            num_workers=workers,
+            collate_fn=collate,
+            pin_memory=mesh.device.type == "cuda",
+            generator=torch.Generator(),  # leaves the generator of the user's dropout alone
+        )
+
+    def __len__(self) -> int:
+        return num_batches(self._size, self._batch, self._drop_last)
+
+    def plan(self) -> list[BatchPlan]:
+        mesh = self._mesh
+        return list(
+            plan_epoch(
+                self._size,
+                self._batch,
+                mesh.data_rank,
+                mesh.data_size,
+                self._seed,
+                self._epoch,
+                shuffle=self._shuffle,
+                drop_last=self._drop_last,
+            )
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self._plans = self.plan()
+        self._epoch += 1
+        for plan, batch in zip(self._plans, self._loader, strict=True):
+            self._share.set(int(plan.weights[0]), plan.num_global, self._mesh.data_size)
+            yield _to_device(batch, self._mesh.device)
+        # Evaluation after the epoch is nobody's batch: gradients then count in full again.
+        self._share.set(1, self._mesh.data_size, self._mesh.data_size)
+
+
+class _Plans:
+    """The indices of each batch, for torch's DataLoader."""
+
+    def __init__(self, owner: JobLoader) -> None:
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for plan in self._owner._plans:
+            yield plan.parts[0].tolist()
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda value: value.to(device, non_blocking=True), batch)
+
+
+def start(layout: str | Layout = "", *, seed: int = 0, device: str = "auto") -> Job:
+    """Join the job this process belongs to, as torchrun set it up, or be a job of one.
+
+    `layout` may leave `dp` unsaid: it is then what the number of processes gives. Seeds torch on
+    every rank alike, so that the model built next has the same weights everywhere.
+    """
+    env = read_rank_env()
+    arrangement = Layout.parse_for(str(layout), env.world_size, "start(layout=...)")
+    chosen = choose_device(device, env)
+    mesh = build_mesh(env, arrangement, chosen)
+    torch.manual_seed(seed)
+    job = Job(mesh, build_precision(arrangement.precision, chosen), seed)
+    if dist.is_initialized():
+        atexit.register(_leave, job)
+    return job
+
+
+def _leave(job: Job) -> None:
+    """At exit: leave in order after success; after a failure the others are past waiting."""
+    if getattr(sys, "last_value", None) is None:
+        job.close()

@@ -1,0 +1,82 @@
+"""A model and its loss as one module, so that both are compiled, replicated and traced together.
+
+The user's module stays as it is inside; its parameters and state-dict keys are its own. Called by
+`setup.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ridgeline.data.loader import Batch
+from ridgeline.parallel.ddp import Replicated, skip_reduction, watch_last_gradient
+from ridgeline.parallel.precision import Precision
+from ridgeline.parallel.share import Share
+from ridgeline.train.clock import Clock
+from ridgeline.train.step import ForwardBackward
+from ridgeline.train.tasks import Loss
+
+
+class Objective(nn.Module):
+    """inputs, targets -> the mean loss over the samples given."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
+        return self.loss(self.model(inputs), targets)
+
+
+def build_forward_backward(
+    objective: nn.Module,
+    precision: Precision,
+    share: Share,
+    num_ranks: int,
+    clock: Clock,
+    kernels: Callable[[], AbstractContextManager[None]],
+) -> ForwardBackward:
+    """Forward and backward over this rank's microbatches, reducing gradients in the last one only."""
+    exposed = [False]
+    if isinstance(objective, Replicated):
+
+        def last_gradient() -> None:
+            clock.mark("backward_s")
+            exposed[0] = True
+
+        watch_last_gradient(objective, last_gradient)
+
+    def forward_backward(batch: Batch, clock: Clock) -> Tensor:
+        total: Tensor | None = None
+        last = len(batch.inputs) - 1
+        parts = zip(batch.inputs, batch.targets, batch.counts, strict=True)
+        for index, (inputs, targets, count) in enumerate(parts):
+            share.num_real = count
+            weight = count / batch.num_global
+            if index == last:
+                loss = _forward(objective, inputs, targets)
+                clock.mark("forward_s")
+                exposed[0] = False
+                precision.backward(loss * (weight * num_ranks))
+                clock.mark("comm_s" if exposed[0] else "backward_s")
+            else:
+                with skip_reduction(objective):
+                    loss = _forward(objective, inputs, targets)
+                    clock.mark("forward_s")
+                    precision.backward(loss * (weight * num_ranks))
+                    clock.mark("backward_s")
+            part = loss.detach() * weight
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _forward(objective: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
+        with precision.autocast(), kernels():
+            return objective(inputs, targets)
+
+    return forward_backward

@@ -1,0 +1,198 @@
+"""A whole run: the loop, with records, evaluation, progress and the final weights around it.
+
+Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.train` in a script.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
+from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
+from ridgeline.parallel.mesh import close_mesh
+from ridgeline.rundir import CONFIG, ENV, FACTS, LAYOUT, WEIGHTS, EvalRecord, RunDir, StepRecord
+from ridgeline.train.board import Board
+from ridgeline.train.evaluate import evaluate
+from ridgeline.train.loop import train_loop
+from ridgeline.train.progress import build_progress
+from ridgeline.train.record import Recorder
+from ridgeline.train.setup import Training, build_training
+from ridgeline.train.step import StepResult
+from ridgeline.train.tasks import Task
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    num_steps: int
+    final_loss: float | None
+    metrics: dict[str, float]
+    """Of the last evaluation."""
+    reached_target: bool
+
+
+def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> Summary:
+    """Build, train, evaluate; every rank calls this, rank 0 writes to `run` and to the terminal."""
+    training = build_training(config, env)
+    main_run = run if training.mesh.is_main else None
+    log = _Log(training, main_run)
+    recorder = Recorder(training)
+    last: StepRecord | None = None
+    metrics: dict[str, float] = {}
+    reached = False
+    num_steps = 0
+    try:
+        for result in train_loop(training):
+            num_steps = result.step
+            last = log.steps(recorder.add(result)) or last
+            if _evaluation_due(result, training) and training.eval_loader is not None:
+                last = log.steps(recorder.flush()) or last
+                record = _evaluate(training, result)
+                log.evaluation(record)
+                metrics = record.metrics
+                reached = reaches(metrics, config.train.target, training.task)
+                training.clock.start()
+                if reached:
+                    break
+        last = log.steps(recorder.flush()) or last
+        log.ranks(recorder)
+        if main_run is not None and config.log.weights:
+            weights = {k: v.contiguous() for k, v in training.model.state_dict().items()}
+            _save_weights(weights, main_run)
+    finally:
+        log.close()
+    close_mesh(training.mesh)
+    final_loss = last.loss if last else None
+    if main_run is not None:
+        main_run.add_event(
+            "end", steps=num_steps, loss=final_loss, metrics=metrics, reached_target=reached
+        )
+    return Summary(num_steps, final_loss, metrics, reached)
+
+
+def _evaluation_due(result: StepResult, training: Training) -> bool:
+    if result.step == training.num_steps:
+        return True
+    every = training.config.train.eval_every
+    return result.step % every == 0 if every else result.ends_epoch
+
+
+def _evaluate(training: Training, result: StepResult) -> EvalRecord:
+    assert training.eval_loader is not None
+    return evaluate(
+        training.model,
+        training.task,
+        training.eval_loader,
+        training.mesh,
+        training.precision,
+        training.to_device,
+        result.step,
+        result.epoch,
+    )
+
+
+def reaches(metrics: dict[str, float], target: dict[str, float], task: Task) -> bool:
+    """Whether every target is met; a metric that should fall meets it from above."""
+    if not target:
+        return False
+    return all(
+        metrics[name] >= value if name in task.higher_is_better else metrics[name] <= value
+        for name, value in target.items()
+    )
+
+
+def _save_weights(weights: dict[str, object], run: RunDir) -> None:
+    """Tied weights are one tensor under several names, which the format has no word for: copy."""
+    seen: set[int] = set()
+    unique = {}
+    for name, tensor in weights.items():
+        pointer = tensor.data_ptr()  # type: ignore[attr-defined]
+        unique[name] = tensor.clone() if pointer in seen else tensor  # type: ignore[attr-defined]
+        seen.add(pointer)
+    aside = run.file(WEIGHTS + ".part")
+    save_file(unique, aside)
+    aside.replace(run.file(WEIGHTS))
+
+
+class _Log:
+    """Where records go on rank 0: the run directory, TensorBoard, the terminal. Elsewhere nowhere."""
+
+    def __init__(self, training: Training, run: RunDir | None) -> None:
+        self._run = run
+        mesh = training.mesh
+        self._board = Board(run, training.config.log.tensorboard) if run is not None else None
+        if run is not None:
+            run.write_text(LAYOUT, f"{mesh.layout}\n")
+            facts = {
+                "model": training.model_facts.to_dict(),
+                "machine": training.machine_facts.to_dict(),
+            }
+            run.write_json(FACTS, facts)
+            run.write_json(ENV, recorded_environment())
+            run.add_event("start", layout=str(mesh.layout), num_ranks=mesh.env.world_size)
+        self._progress = build_progress(
+            training.num_steps, training.model_facts, mesh.is_main and run is not None
+        )
+        for line in describe(training):
+            self._progress.note(line)
+
+    def steps(self, records: list[StepRecord]) -> StepRecord | None:
+        for record in records:
+            if self._run is not None and self._board is not None:
+                self._run.append(record)
+                self._board.step(record)
+            self._progress.step(record)
+        return records[-1] if records else None
+
+    def evaluation(self, record: EvalRecord) -> None:
+        if self._run is not None and self._board is not None:
+            self._run.append(record)
+            self._board.evaluation(record)
+        self._progress.evaluation(record)
+
+    def ranks(self, recorder: Recorder) -> None:
+        """Every rank takes part; rank 0 keeps the result."""
+        records = recorder.gather_ranks()
+        if self._run is not None:
+            for record in records:
+                self._run.append(record)
+
+    def close(self) -> None:
+        self._progress.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def describe(training: Training) -> list[str]:
+    """What a run is about to do, in a few lines."""
+    model, machine, mesh = training.model_facts, training.machine_facts, training.mesh
+    count = f"{model.num_parameters / 1e6:.2f}M" if model.num_parameters >= 1e5 else str(
+        model.num_parameters
+    )
+    peak = machine.peak_flops.get(training.precision.name)
+    rate = f", peak {peak / 1e12:.3g} TFLOP/s ({machine.peak_source})" if peak else ""
+    return [
+        f"model {model.name}: {count} parameters, "
+        f"{model.train_flops_per_sample / 1e9:.3g} GFLOP a sample ({model.flops_source})",
+        f"layout {mesh.layout} on {mesh.env.world_size} x {machine.device_name}{rate}",
+        *training.notes,
+        f"{training.num_steps} steps of {training.config.train.batch} samples",
+    ]
+
+
+def train(recipe: str, *overrides: str, out: str | None = None) -> Summary:
+    """Run a recipe in this process: `ridgeline.train("digits", "train.epochs=1")`.
+
+    Under torchrun every process calls it and they train together; the layout's `dp` follows.
+    """
+    env = read_rank_env()
+    resolved = load_config(find_recipe(recipe), overrides)
+    run = None
+    if out is not None and env.rank == 0:
+        run = RunDir.create(Path(out), resolved.config.name)
+        run.write_text(CONFIG, dump_config(resolved.config))
+    return run_training(resolved.config, env, run)

@@ -1,0 +1,256 @@
+"""Everything a run needs, built once: config -> mesh -> model -> layout -> optimizer -> loaders.
+
+The functions a step is made of are chosen here, so that `step.py` and `loop.py` never ask which
+technique is in use. Called by `run.py` and by benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ridgeline.config import RunConfig
+from ridgeline.data.build import build_sources
+from ridgeline.data.loader import Batch, Loader
+from ridgeline.data.source import Source
+from ridgeline.data.subset import FirstSamples
+from ridgeline.errors import UsageError
+from ridgeline.facts import MachineFacts, ModelFacts
+from ridgeline.launch.env import RankEnv
+from ridgeline.layout import Layout
+from ridgeline.machine.describe import describe_machine
+from ridgeline.models.build import build_model
+from ridgeline.models.count import count_model
+from ridgeline.optim.build import build_optimizer
+from ridgeline.optim.schedules import Factor, build_schedule, scale_lr
+from ridgeline.optim.update import build_update
+from ridgeline.parallel.apply import parallelize
+from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
+from ridgeline.parallel.precision import Precision, build_precision
+from ridgeline.parallel.share import Share
+from ridgeline.train.clock import Clock, build_clock
+from ridgeline.train.objective import Objective, build_forward_backward
+from ridgeline.train.step import ForwardBackward, Update
+from ridgeline.train.tasks import Task, build_task, check_target
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run, ready to go."""
+
+    config: RunConfig
+    mesh: Mesh
+    model: nn.Module
+    """The user's module itself, for evaluation and for its weights."""
+    task: Task
+    optimizer: Optimizer
+    precision: Precision
+    loader: Loader
+    eval_loader: Loader | None
+    to_device: Callable[[Batch], Batch]
+    forward_backward: ForwardBackward
+    update: Update
+    clock: Clock
+    peak_lr: float
+    schedule: Factor
+    num_steps: int
+    model_facts: ModelFacts
+    machine_facts: MachineFacts
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user: what was decided from the recipe."""
+
+
+def build_training(config: RunConfig, env: RankEnv) -> Training:
+    """Every rank calls this with the same configuration."""
+    layout = Layout.parse_for(config.layout, env.world_size, "layout")
+    check_batch(config, layout)
+    device = choose_device(config.device, env)
+    _prepare_process(config, device)
+    precision = build_precision(layout.precision, device)
+    sources = build_sources(config.data.source, config.data.args, config.train.seed)
+    task = build_task(config.train.task, sources[0].info.task)
+    check_target(config.train.target, task)
+    model_facts = _count(config, sources[0], task)
+    mesh = build_mesh(env, layout, device)
+    model = _build_weights(config, device)
+    share = Share()
+    objective = parallelize(
+        Objective(model, task.loss), layout, mesh=mesh, share=share, ddp=config.ddp
+    )
+    clock = build_clock(device)
+    loader, eval_loader = _build_loaders(config, layout, mesh, sources)
+    num_steps = count_steps(config, len(loader))
+    rate, note = scale_lr(
+        config.train.lr, config.train.batch, config.train.reference_batch, config.train.lr_rule
+    )
+    optimizer = build_optimizer(model, config.optim, rate)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    kernels = _kernel_choice(device)
+    # Dropout differs between ranks, which hold different samples; weights were made before this.
+    torch.manual_seed(config.train.seed * 1_000_003 + mesh.data_rank)
+    return Training(
+        config=config,
+        mesh=mesh,
+        model=model,
+        task=task,
+        optimizer=optimizer,
+        precision=precision,
+        loader=loader,
+        eval_loader=eval_loader,
+        to_device=_build_to_device(config, device),
+        forward_backward=build_forward_backward(
+            objective, precision, share, mesh.data_size, clock, kernels
+        ),
+        update=build_update(optimizer, parameters, config.train.clip, precision.scaler),
+        clock=clock,
+        peak_lr=rate,
+        schedule=build_schedule(config.schedule, num_steps, len(loader)),
+        num_steps=num_steps,
+        model_facts=model_facts,
+        machine_facts=describe_machine(device, layout.precision, env.local_world_size),
+        notes=[note],
+    )
+
+
+def check_batch(config: RunConfig, layout: Layout) -> None:
+    """Every full batch is the same size on every rank; only the last of an epoch may be uneven."""
+    pieces = layout.dp * layout.accumulate
+    batch = config.train.batch
+    if batch % pieces:
+        below, above = batch // pieces * pieces, (batch // pieces + 1) * pieces
+        nearest = f"{below} or {above}" if below else str(above)
+        raise UsageError(
+            f"train.batch={batch} is not divisible by dp={layout.dp} x accumulate="
+            f"{layout.accumulate} = {pieces}; the nearest that are: train.batch={nearest}"
+        )
+
+
+def count_steps(config: RunConfig, per_epoch: int) -> int:
+    """Optimizer steps of the whole run: `steps` or `epochs`, whichever ends first."""
+    if per_epoch == 0:
+        raise UsageError(
+            f"the source holds fewer samples than train.batch={config.train.batch} and "
+            "data.drop_last=true drops the only batch; use a smaller batch"
+        )
+    limits = []
+    if config.train.steps is not None:
+        limits.append(config.train.steps)
+    if config.train.epochs is not None:
+        limits.append(config.train.epochs * per_epoch)
+    return min(limits)
+
+
+def _prepare_process(config: RunConfig, device: torch.device) -> None:
+    """Settings of the whole process: threads, determinism, kernel search."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+    if device.type == "cuda":
+        # Batches have one shape, so the search for the fastest convolution pays after one step.
+        torch.backends.cudnn.benchmark = not config.train.deterministic
+
+
+def _count(config: RunConfig, source: Source, task: Task) -> ModelFacts:
+    """Facts from a copy of the model on the meta device."""
+    with torch.device("meta"):
+        model = build_model(config.model.name, **config.model.args)
+        info = source.info
+        # Two samples, because batch norm refuses to train on one value per channel.
+        inputs = torch.zeros((2, *info.input_shape), dtype=info.input_dtype)
+        targets = torch.zeros((2, *info.target_shape), dtype=info.target_dtype)
+    return count_model(
+        config.model.name,
+        model,
+        inputs,
+        targets,
+        lambda model, x, y: task.loss(model(x), y),
+        info.unit,
+        info.units_per_sample,
+    )
+
+
+def _build_weights(config: RunConfig, device: torch.device) -> nn.Module:
+    """The model with its initial weights, which depend on the seed alone."""
+    torch.manual_seed(config.train.seed)
+    with device:
+        model = build_model(config.model.name, **config.model.args)
+    model.to(device=device, dtype=_DTYPES[config.model.dtype])
+    if config.model.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return model
+
+
+def _build_to_device(config: RunConfig, device: torch.device) -> Callable[[Batch], Batch]:
+    """How a batch gets to the device: as it is, or brought to the model's type and memory order."""
+    dtype = _DTYPES[config.model.dtype]
+
+    def adapt(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        if config.model.channels_last and value.dim() == 4:
+            value = value.contiguous(memory_format=torch.channels_last)
+        return value.to(dtype)
+
+    def to_device(batch: Batch) -> Batch:
+        batch = batch.to(device)
+        inputs = [adapt(value) for value in batch.inputs]
+        return replace(batch, inputs=inputs, targets=[adapt(value) for value in batch.targets])
+
+    if dtype is torch.float32 and not config.model.channels_last:
+        return lambda batch: batch.to(device)
+    return to_device
+
+
+def _build_loaders(
+    config: RunConfig, layout: Layout, mesh: Mesh, sources: tuple[Source, Source]
+) -> tuple[Loader, Loader | None]:
+    train_source, eval_source = sources
+    data, train = config.data, config.train
+    shared = {
+        "rank": mesh.data_rank,
+        "world": mesh.data_size,
+        "seed": train.seed,
+        "workers": data.workers,
+        "prefetch": data.prefetch,
+        "pin_memory": mesh.device.type == "cuda",
+        "device": mesh.device,
+    }
+    loader = Loader(
+        train_source,
+        batch=train.batch,
+        accumulate=layout.accumulate,
+        drop_last=data.drop_last,
+        **shared,
+    )
+    if train.eval_samples is not None:
+        eval_source = FirstSamples(eval_source, train.eval_samples)
+    if not len(eval_source):
+        return loader, None
+    return loader, Loader(eval_source, batch=train.batch, shuffle=False, **shared)
+
+
+def _kernel_choice(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Which attention kernel to prefer: cuDNN's is the fastest on Hopper and later."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return nullcontext
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    return lambda: sdpa_kernel(order, set_priority=True)

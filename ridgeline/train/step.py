@@ -1,0 +1,45 @@
+"""One optimizer step: forward and backward over the microbatches, then the update.
+
+The two functions come from `setup.py`, which chose them once for the layout; nothing here asks which
+technique is in use. Called by `loop.py`, and by a benchmark that wants a step without a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ridgeline.data.loader import Batch
+from ridgeline.train.clock import Clock, Pending
+
+ForwardBackward = Callable[[Batch, Clock], Tensor]
+"""Leaves gradients of the global batch's loss; returns this rank's share of that loss."""
+
+Update = Callable[[], Tensor | None]
+"""Clips, steps and clears the gradients; returns their global norm where one was computed."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step left behind; tensors may still be on their way on the device."""
+
+    step: int
+    epoch: int
+    loss_share: Tensor
+    """Sum of this over the data ranks is the loss of the global batch."""
+    grad_norm: Tensor | None
+    lr: float
+    num_samples: int
+    times: Pending
+    ends_epoch: bool
+
+
+def run_step(
+    forward_backward: ForwardBackward, update: Update, batch: Batch, clock: Clock
+) -> tuple[Tensor, Tensor | None]:
+    loss_share = forward_backward(batch, clock)
+    grad_norm = update()
+    clock.mark("optimizer_s")
+    return loss_share, grad_norm

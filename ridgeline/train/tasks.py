@@ -1,0 +1,178 @@
+"""What a model is trained for: a loss that is a mean over samples, and metrics as exact sums.
+
+A loss has to be the mean over the samples it is given: that is what lets any split of the global
+batch be put together again exactly. Metrics are pairs (sum, count), added over batches and ranks before
+anything is divided. Called by `train/setup.py` and `train/evaluate.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.errors import UsageError, unknown_word
+
+Loss = Callable[[Any, Tensor], Tensor]
+Sums = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loss and its metrics. `sums` maps outputs and targets to (sum, count) pairs."""
+
+    name: str
+    loss: Loss
+    sums: Callable[[Any, Tensor], Sums]
+    finish: Callable[[dict[str, float]], dict[str, float]] = lambda means: means
+    """Turns means into what people read: a root of a mean square, a perplexity."""
+    metrics: tuple[str, ...] = ("loss",)
+    """Names an evaluation gives, which are the names a target can have."""
+    higher_is_better: frozenset[str] = frozenset()
+
+
+def main_output(outputs: Any) -> Tensor:
+    """The tensor a loss is taken of: the output, its `logits`, or the first of a tuple."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
+        return outputs[0]
+    raise UsageError(
+        f"the model returned {type(outputs).__name__}; a task needs a tensor, or something whose "
+        "`logits` or first item is one (train.task=module:function takes any)"
+    )
+
+
+def _count(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return value.double(), torch.tensor(count, dtype=torch.float64, device=value.device)
+
+
+def _classify_loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(main_output(outputs), targets)
+
+
+def _classify_sums(outputs: Any, targets: Tensor) -> Sums:
+    right = (main_output(outputs).argmax(1) == targets).sum()
+    return {"accuracy": _count(right, targets.numel())}
+
+
+def _segment_sums(outputs: Any, targets: Tensor) -> Sums:
+    right = (main_output(outputs).argmax(1) == targets).sum()
+    return {"pixel_accuracy": _count(right, targets.numel())}
+
+
+def _causal_loss(outputs: Any, targets: Tensor) -> Tensor:
+    logits = main_output(outputs)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _causal_sums(outputs: Any, targets: Tensor) -> Sums:
+    right = (main_output(outputs).argmax(-1) == targets).sum()
+    return {"token_accuracy": _count(right, targets.numel())}
+
+
+def _with_perplexity(means: dict[str, float]) -> dict[str, float]:
+    loss = means["loss"]
+    return {**means, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+def _masked_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean over samples of the mean over their masked positions, whatever their number."""
+    logits = main_output(outputs)
+    each = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
+    ).view(targets.shape)
+    masked = (targets != -100).sum(1).clamp(min=1)
+    return (each.sum(1) / masked).mean()
+
+
+def _masked_sums(outputs: Any, targets: Tensor) -> Sums:
+    masked = targets != -100
+    right = ((main_output(outputs).argmax(-1) == targets) & masked).sum()
+    return {"token_accuracy": (right.double(), masked.sum().double())}
+
+
+def _forecast_loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.mse_loss(main_output(outputs), targets)
+
+
+def _forecast_sums(outputs: Any, targets: Tensor) -> Sums:
+    error = (main_output(outputs).float() - targets.float()).square().sum()
+    return {"rmse": _count(error, targets.numel())}
+
+
+def _root(means: dict[str, float]) -> dict[str, float]:
+    return {**means, "rmse": math.sqrt(means["rmse"])}
+
+
+TASKS: dict[str, Task] = {
+    "classify": Task(
+        "classify",
+        _classify_loss,
+        _classify_sums,
+        metrics=("loss", "accuracy"),
+        higher_is_better=frozenset({"accuracy"}),
+    ),
+    "segment": Task(
+        "segment",
+        _classify_loss,  # cross-entropy over dimension 1 serves pixels as it serves images
+        _segment_sums,
+        metrics=("loss", "pixel_accuracy"),
+        higher_is_better=frozenset({"pixel_accuracy"}),
+    ),
+    "causal_lm": Task(
+        "causal_lm",
+        _causal_loss,
+        _causal_sums,
+        _with_perplexity,
+        metrics=("loss", "token_accuracy", "perplexity"),
+        higher_is_better=frozenset({"token_accuracy"}),
+    ),
+    "masked_lm": Task(
+        "masked_lm",
+        _masked_loss,
+        _masked_sums,
+        _with_perplexity,
+        metrics=("loss", "token_accuracy", "perplexity"),
+        higher_is_better=frozenset({"token_accuracy"}),
+    ),
+    "forecast": Task("forecast", _forecast_loss, _forecast_sums, _root, ("loss", "rmse")),
+}
+
+
+def build_task(name: str, natural: str) -> Task:
+    """A task by name; `auto` takes the source's own; `module:function` is a loss of the user's."""
+    if name == "auto":
+        name = natural
+    if name in TASKS:
+        return TASKS[name]
+    if ":" not in name:
+        raise unknown_word("task", name, TASKS, "train.task")
+    return Task(name, _user_loss(name), lambda outputs, targets: {})
+
+
+def _user_loss(name: str) -> Loss:
+    module_name, _, function_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"train.task={name}: {error}") from error
+    if not callable(found):
+        raise UsageError(f"train.task={name} is not a function of outputs and targets")
+    return found
+
+
+def check_target(target: dict[str, float], task: Task) -> None:
+    """A target that no evaluation will ever give is a mistake to hear of before training."""
+    for name in target:
+        if name not in task.metrics:
+            raise unknown_word("metric", name, task.metrics, "train.target")

@@ -1,0 +1,232 @@
+"""The loader: the same batches however they are read, and a clean end however it comes."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ridgeline.data.build import build_sources
+from ridgeline.data.loader import Loader
+from ridgeline.data.order import epoch_order
+from ridgeline.data.source import DatasetSource
+from ridgeline.errors import RunError, UsageError
+
+
+def digits(**args):
+    return build_sources("digits", {"augment": True, **args}, 3)[0]
+
+
+def data_threads():
+    return [t for t in threading.enumerate() if t.name == "ridgeline-data"]
+
+
+def assert_same(ours, theirs):
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.step, a.epoch, a.num_global, a.counts) == (
+            b.step,
+            b.epoch,
+            b.num_global,
+            b.counts,
+        )
+        assert all(map(np.array_equal, a.indices, b.indices))
+        assert all(map(torch.equal, a.inputs, b.inputs))
+        assert all(map(torch.equal, a.targets, b.targets))
+
+
+class Failing:
+    """Good until sample 7 is asked for."""
+
+    info = None
+
+    def __init__(self, delay_s=0.0):
+        self.fetched = 0
+        self.delay_s = delay_s
+
+    def __len__(self):
+        return 20
+
+    def fetch(self, indices, epoch):
+        time.sleep(self.delay_s)
+        self.fetched += 1
+        if 7 in indices:
+            raise ValueError("the disk is on fire")
+        return torch.from_numpy(indices), torch.from_numpy(indices)
+
+
+def test_same_batches_for_any_prefetch_and_workers():
+    source = digits()
+    kwargs = {"batch": 200, "rank": 1, "world": 3, "seed": 4, "accumulate": 2}
+    expected = [list(Loader(source, prefetch=0, **kwargs).epoch(epoch)) for epoch in (0, 1)]
+    for prefetch in (1, 2, 50):
+        loader = Loader(source, prefetch=prefetch, **kwargs)
+        assert_same(list(loader.epoch(1)), expected[1])
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    loader = Loader(source, workers=2, **kwargs)
+    try:
+        assert_same(list(loader.epoch(0)), expected[0])
+        # An epoch given up half-way leaves nothing behind for the next.
+        next(half := loader.epoch(0))
+        assert_same(list(loader.epoch(1, start=2)), expected[1][2:])
+        with pytest.raises(RunError, match="one epoch at a time"):
+            next(half)
+        assert torch.equal(state, torch.get_rng_state())
+    finally:
+        loader.close()
+
+
+def test_workers_report_what_went_wrong(tmp_path):
+    (tmp_path / "c").mkdir()
+    for number in range(4):
+        Image.new("RGB", (4, 4)).save(tmp_path / "c" / f"{number}.png")
+    args = {"path": str(tmp_path), "size": 4, "holdout": 0.25}
+    source = build_sources("images", args, 0)[0]
+    (tmp_path / "c" / "1.png").write_bytes(b"broken")
+    loader = Loader(source, batch=1, shuffle=False, workers=1)
+    try:
+        batches = loader.epoch(0)
+        next(batches)
+        with pytest.raises(UsageError, match=r"1\.png.*samples \[1\] of epoch 0, batch 1"):
+            next(batches)
+        # The workers live on.
+        assert next(loader.epoch(0)).indices[0].tolist() == [0]
+    finally:
+        loader.close()
+
+
+def test_source_that_does_not_pickle_is_refused():
+    source = digits()
+    source.secret = lambda: None
+    loader = Loader(source, batch=10, workers=1)
+    with pytest.raises(UsageError, match="cannot be sent to worker processes"):
+        next(loader.epoch(0))
+    loader.close()
+
+
+def test_length_order_and_start():
+    source = digits()
+    loader = Loader(source, batch=100, seed=8)
+    assert len(loader) == len(list(loader.epoch(0))) == -(-len(source) // 100)
+    batches = list(loader.epoch(2, start=10))
+    order = epoch_order(len(source), 8, 2)
+    assert np.array_equal(np.concatenate([b.indices[0] for b in batches]), order[1000:])
+    assert len(Loader(source, batch=100, drop_last=True)) == len(source) // 100
+
+
+def test_ranks_together_give_the_batch_of_one():
+    source = digits()
+    alone = next(Loader(source, batch=50).epoch(0))
+    for world, accumulate in ((2, 1), (3, 2), (4, 3)):
+        ranks = [
+            next(Loader(source, batch=50, rank=r, world=world, accumulate=accumulate).epoch(0))
+            for r in range(world)
+        ]
+        parts = [ranks[r].inputs[m] for m in range(accumulate) for r in range(world)]
+        assert torch.equal(torch.cat(parts), alone.inputs[0])
+
+
+def test_filler_counts_nothing():
+    loader = Loader(digits(), batch=2, rank=3, world=4)
+    batch = next(loader.epoch(0))
+    assert batch.counts == (0,)
+    assert batch.num_global == 2
+    assert len(batch.inputs[0]) == 1
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "exhaust", "error"])
+def test_no_thread_is_left(end):
+    assert not data_threads()
+    source = Failing() if end == "error" else digits()
+    batches = Loader(source, batch=2, shuffle=False).epoch(0)
+    next(batches)
+    assert len(data_threads()) == 1 or end == "error"
+    if end == "close":
+        batches.close()
+    elif end == "drop":
+        del batches
+        gc.collect()
+    elif end == "exhaust":
+        for _ in batches:
+            pass
+    else:
+        with pytest.raises(RunError):
+            list(batches)
+    assert not data_threads()
+
+
+def test_an_unstarted_epoch_starts_no_thread():
+    batches = Loader(digits(), batch=2).epoch(0)
+    assert not data_threads()
+    del batches
+
+
+def test_prefetch_reads_no_further_than_asked():
+    source = Failing()
+    batches = Loader(source, batch=1, shuffle=False, prefetch=2).epoch(0)
+    next(batches)
+    time.sleep(0.2)
+    assert source.fetched == 3
+    batches.close()
+
+
+def test_thread_reads_while_the_step_runs():
+    source = Failing(delay_s=0.05)
+    batches = Loader(source, batch=1, shuffle=False, prefetch=3).epoch(0)
+    next(batches)
+    time.sleep(0.4)
+    start_s = time.perf_counter()
+    for _ in range(3):
+        next(batches)
+    assert time.perf_counter() - start_s < 0.04
+    batches.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_names_the_samples(prefetch):
+    loader = Loader(Failing(), batch=4, shuffle=False, prefetch=prefetch)
+    batches = loader.epoch(3)
+    next(batches)
+    pattern = r"ValueError: the disk is on fire .*samples \[4, 5, 6, 7\] of epoch 3, batch 1"
+    with pytest.raises(RunError, match=pattern) as caught:
+        next(batches)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_global_generators_are_not_shared_with_a_thread():
+    items = [(torch.zeros(1), 0)] * 8
+    batches = Loader(DatasetSource(items), batch=2).epoch(0)
+    next(batches)
+    assert not data_threads()
+
+
+def test_batch_moves_and_device_fetch():
+    source = build_sources("synthetic", {"samples": 20, "shape": [2]}, 0)[0]
+    expected = list(Loader(source, batch=8, accumulate=2).epoch(0))
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    for device in devices:
+        made = list(Loader(source, batch=8, accumulate=2, device=device, workers=4).epoch(0))
+        assert not data_threads()
+        assert all(part.device.type == device for batch in made for part in batch.inputs)
+        assert_same([batch.to("cpu") for batch in made], expected)
+        pinned = list(Loader(source, batch=8, accumulate=2, pin_memory=True).epoch(0))
+        assert all(b.inputs[0].is_pinned() == torch.cuda.is_available() for b in pinned)
+        assert_same([batch.to(device).to("cpu") for batch in pinned], expected)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": 2, "workers": -1}, "workers=-1"),
+        ({"batch": 5000, "drop_last": True}, "no whole batch of 5000"),
+        ({"batch": 2, "rank": 1}, "rank 1"),
+    ],
+)
+def test_wrong_arguments(kwargs, message):
+    with pytest.raises(UsageError, match=message):
+        Loader(digits(), **kwargs)
