@@ -20,7 +20,9 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,10 @@ from ridgeline.errors import RunError, UsageError
 _MAX_INDICES_SHOWN = 16
 # How long closing waits for a fetch that is under way; a hung file system must not hang the exit.
 _JOIN_TIMEOUT_S = 10.0
+# What torch raises for a worker that is gone: its own check, or the broken connection to it.
+_WORKER_ERRORS = (RuntimeError, OSError, EOFError)
+# Ctrl-C and a scheduler's warning reach every process of the job; only the trainer acts on them.
+_TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -304,7 +310,7 @@ class _Processes:
         self._data_loader: DataLoader[Any] = DataLoader(
             _PlanReader(loader.source),  # type: ignore[arg-type]
             batch_size=None,
-            sampler=self._plans,  # type: ignore[arg-type]
+            sampler=self._plans,
             num_workers=loader.workers,
             prefetch_factor=max(1, loader.prefetch),
             persistent_workers=True,
@@ -324,23 +330,33 @@ class _Processes:
         self._check_current(generation)
         self._plans.current = plans
         try:
-            items = iter(self._data_loader)
+            with _signals_held():
+                items = iter(self._data_loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError(
                 f"the data source cannot be sent to worker processes: {error}; define it at the "
                 "top level of a module, or use workers=0 or start_method='fork'"
             ) from error
+        except _WORKER_ERRORS as error:
+            raise self._died(error) from error
         while True:
             self._check_current(generation)
             try:
                 item = next(items)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                raise RunError(f"reading from the data worker processes failed: {error}") from error
+            except _WORKER_ERRORS as error:
+                raise self._died(error) from error
             if isinstance(item, _Failure):
                 raise item.error from RuntimeError(f"in a data worker process:\n{item.trace}")
             yield item
+
+    def _died(self, error: Exception) -> RunError:
+        self.close()
+        return RunError(
+            f"reading from the data worker processes failed: {error!r}; a worker that was killed "
+            "often ran out of memory: use fewer workers or a smaller prefetch"
+        )
 
     def _check_current(self, generation: int) -> None:
         if generation != self._generation:
@@ -359,6 +375,22 @@ class _Processes:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ctrl-C and a scheduler's warning reach every process of the job; only the trainer acts."""
-    for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for name in _TRAINERS_SIGNALS:
         signal.signal(name, signal.SIG_IGN)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Start processes with the trainer's signals blocked.
+
+    The mask is inherited, so that the fork server, which can be told nothing else, and workers that
+    are still starting survive them. The trainer gets what arrived in between afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINERS_SIGNALS)
+    try:
+        # Multiprocessing starts this helper on the way and unblocks SIGINT when it does.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINERS_SIGNALS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

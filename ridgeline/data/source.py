@@ -1,10 +1,10 @@
 """What a data source is: random access by index, a batch at a time, with a description of a sample.
 
 Everything downstream (order, loader, doctor, verify) relies on one promise: sample i is a function
-of (source seed, epoch, i) alone. A layout change then cannot change the experiment, because no rank,
-worker or neighbour in the batch has a say in the value. `DatasetSource` extends the promise to
-ordinary torch data sets, whose augmentations draw from the global generators. Implemented by
-`sources/`, built by `build.py`, read by `loader.py`.
+of (source seed, epoch, i) alone. A layout change then cannot change the experiment, because
+no rank, worker or neighbour in the batch has a say in the value. `DatasetSource` extends the
+promise to ordinary torch data sets, whose augmentations draw from the global generators.
+Implemented by `sources/`, built by `build.py`, read by `loader.py`.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class DatasetSource:
         if isinstance(batch, tuple | list) and all(isinstance(part, Tensor) for part in batch):
             return tuple(batch)
         raise UsageError(
-            f"data set {self.name!r} gives items that collate to {_describe(batch)}; each item must "
-            "be (inputs, targets) of tensors, arrays or numbers, or pass a collate function that "
-            "returns a tuple of tensors"
+            f"data set {self.name!r} gives items that collate to {_describe(batch)}; each item "
+            "must be (inputs, targets) of tensors, arrays or numbers, or pass a collate function "
+            "that returns a tuple of tensors"
         )
 
     def _infer_info(self) -> SourceInfo:

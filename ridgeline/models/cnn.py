@@ -55,9 +55,13 @@ class CifarCNN(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(hidden, num_classes),
         )
+        self.init_weights()
 
     def init_weights(self) -> None:
         reset_layers(self)
+        for module in self.features:
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.features(x))

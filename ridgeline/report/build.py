@@ -23,6 +23,7 @@ from ridgeline.report.page import (
     page,
     paragraph,
     preformatted,
+    rate_text,
     seconds_text,
     section,
     table,
@@ -39,7 +40,16 @@ from ridgeline.report.summary import (
     percentages,
     read_run,
 )
-from ridgeline.report.svg import Part, RankBar, Series, legend, line_chart, rank_chart, stacked_bar
+from ridgeline.report.svg import (
+    POINT_LIMIT,
+    Part,
+    RankBar,
+    Series,
+    legend,
+    line_chart,
+    rank_chart,
+    stacked_bar,
+)
 from ridgeline.rundir import REPORT, RunDir
 
 PART_NAMES = {
@@ -142,7 +152,7 @@ def _headline(run: RunSummary) -> list[Figure]:
         if best := run.best(name):
             note = f"at step {best.step:,}; last {value_text(best.last)}"
             figures.append(Figure(f"best eval {name}", value_text(best.value), note))
-    rate = f"{value_text(run.throughput)} {run.unit}/s" if run.throughput else "–"
+    rate = rate_text(run.throughput, run.unit)
     step = f"median; {seconds_text(run.step_s)} a step" if run.step_s else ""
     figures.append(Figure("throughput", rate, step))
     figures.append(Figure("MFU", _share(run.mfu), _peak_note(run)))
@@ -178,7 +188,7 @@ def _curves(run: RunSummary) -> str:
         for i, name in enumerate(n for n in run.metric_names if _is_loss(n))
     ]
     charts = [
-        line_chart([Series(name, run.metric(name), 2)], title=f"eval {name}")
+        _metric_chart(name, [Series(name, run.metric(name), 2)])
         for name in run.metric_names
         if not _is_loss(name)
     ]
@@ -199,8 +209,13 @@ def _curves(run: RunSummary) -> str:
             )
         )
     values = [y for series in losses for _, y in series.points]
-    loss = line_chart(losses, title="loss", log=_spread(values))
+    loss = line_chart(losses, title="loss", log=_spread(values), full=True)
     return f'{loss}<div class="grid2">{"".join(charts)}</div>'
+
+
+def _metric_chart(name: str, series: Sequence[Series], limit: int = POINT_LIMIT) -> str:
+    log = _spread([y for s in series for _, y in s.points])
+    return line_chart(series, title=f"eval {name}", log=log, limit=limit)
 
 
 def _spread(values: Sequence[float]) -> bool:
@@ -214,7 +229,10 @@ def _speed(run: RunSummary) -> str:
         return ""
     rates = [(float(s.step), s.samples_per_s * run.units_per_sample) for s in run.steps]
     body = line_chart(
-        [Series(f"{run.unit}/s", rates, 0)], title=f"{run.unit} per second", from_zero=True
+        [Series(f"{run.unit}/s", rates, 0)],
+        title=f"{run.unit} per second",
+        from_zero=True,
+        full=True,
     )
     skipped = len(run.steps) - len(run.steady)
     many = "step is" if skipped == 1 else f"{skipped} steps are"
@@ -392,50 +410,59 @@ def _distinct_names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def _results(runs: Sequence[RunSummary], names: Sequence[str]) -> str:
-    metrics = list(dict.fromkeys(name for run in runs for name in run.metric_names))[:4]
-    headers = ["run", "layout", "status", "steps", "final loss"]
-    headers += [f"best {name}" for name in metrics]
-    headers += ["throughput", "median step", "MFU", "total time", "peak memory"]
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        bests = [run.best(metric) for metric in metrics]
-        rate = f"{value_text(run.throughput)} {run.unit}/s" if run.throughput else "–"
-        rows.append(
-            [name, run.layout_text or "–", run.status, f"{len(run.steps):,}",
-             value_text(run.final_loss), *(value_text(b.value) if b else "–" for b in bests),
-             rate, seconds_text(run.step_s), _share(run.mfu), seconds_text(run.total_s),
-             bytes_text(run.peak_memory_bytes)]
-        )  # fmt: skip
-    return table(headers, rows, num_text=3)
+    """A column a run, because there are more figures than runs."""
+    metrics = list(dict.fromkeys(name for run in runs for name in run.metric_names))[:8]
+    columns = [
+        {
+            "status": run.status,
+            "layout": run.layout_text or "–",
+            "steps": f"{len(run.steps):,}",
+            "final training loss": value_text(run.final_loss),
+            **{
+                f"best eval {metric}": value_text(best.value if best else None)
+                for metric, best in ((metric, run.best(metric)) for metric in metrics)
+            },
+            "throughput (median)": rate_text(run.throughput, run.unit),
+            "step (median)": seconds_text(run.step_s),
+            "MFU (median)": _share(run.mfu),
+            "total time": seconds_text(run.total_s),
+            "peak memory": bytes_text(run.peak_memory_bytes),
+        }
+        for run in runs
+    ]
+    rows = [[key, *(column[key] for column in columns)] for key in columns[0]]
+    return table(["", *names], rows, num_text=1 + len(names))
 
 
 def _overlaid(runs: Sequence[RunSummary], names: Sequence[str]) -> str:
-    limit = max(60, min(500, 2000 // len(runs)))
+    limit = max(60, min(POINT_LIMIT, 2000 // len(runs)))
 
-    def chart(title: str, curves: list[list[tuple[float, float]]], **options: Any) -> str:
-        series = [
-            Series(name, points, i)
-            for i, (name, points) in enumerate(zip(names, curves, strict=True))
-        ]
-        return line_chart(series, title=title, limit=limit, **options)
+    def series(curves: Sequence[Sequence[tuple[float, float]]]) -> list[Series]:
+        pairs = zip(names, curves, strict=True)
+        return [Series(name, points, i) for i, (name, points) in enumerate(pairs)]
 
-    losses = [[(float(s.step), number(s.loss)) for s in run.steps] for run in runs]
-    log = _spread([y for curve in losses for _, y in curve])
-    timed = [
+    by_step = [[(float(s.step), number(s.loss)) for s in run.steps] for run in runs]
+    by_time = [
         [(s.time - (run.steps[0].time - run.steps[0].step_s), number(s.loss)) for s in run.steps]
         for run in runs
     ]
     rates = [
         [(float(s.step), s.samples_per_s * run.units_per_sample) for s in run.steps] for run in runs
     ]
-    charts = [
-        chart("training loss by step", losses, log=log),
-        chart("training loss by time", timed, log=log, x_label="seconds"),
-    ]
+    log = _spread([y for curve in by_step for _, y in curve])
     metrics = list(dict.fromkeys(name for run in runs for name in run.metric_names))[:8]
-    charts += [chart(f"eval {name}", [run.metric(name) for run in runs]) for name in metrics]
     units = "/".join(dict.fromkeys(run.unit for run in runs))
-    charts.append(chart(f"{units} per second", rates, from_zero=True))
+    charts = [
+        line_chart(series(by_step), title="training loss by step", log=log, limit=limit),
+        line_chart(
+            series(by_time), title="training loss by time", log=log, x_label="seconds", limit=limit
+        ),
+        *(
+            _metric_chart(name, series([run.metric(name) for run in runs]), limit)
+            for name in metrics
+        ),
+        line_chart(series(rates), title=f"{units} per second", from_zero=True, limit=limit),
+    ]
     return f'<div class="grid2">{"".join(charts)}</div>'
 
 

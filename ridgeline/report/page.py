@@ -28,7 +28,7 @@ main{max-width:1080px;margin:0 auto;padding:36px 24px 64px}
 h1{font-size:27px;line-height:1.2;margin:0 0 6px;letter-spacing:-.01em;overflow-wrap:anywhere}
 h2{font-size:18px;margin:38px 0 10px;padding-top:14px;border-top:1px solid var(--line)}
 p{margin:6px 0;max-width:76ch}.note,.sub,.empty{color:var(--soft)}.note{font-size:13px}
-.sub{display:flex;flex-wrap:wrap;gap:4px 10px;align-items:center;max-width:none}
+.sub{display:flex;flex-wrap:wrap;gap:4px 18px;align-items:center;max-width:none}
 .badge{display:inline-block;padding:1px 9px;border-radius:9px;font-size:13px;font-weight:600;
 border:1px solid currentColor}.finished{color:var(--c2)}.failed{color:var(--c6)}
 .interrupted,.running{color:var(--c1)}
@@ -48,7 +48,6 @@ figure{margin:0 0 14px;background:var(--card);border:1px solid var(--line);borde
 padding:12px 14px}
 .grid2 figure{margin:0}figcaption{font-weight:600;margin-bottom:4px}
 svg{display:block;width:100%;height:auto}svg text{font-size:12px}
-.grid2 svg text{font-size:15px}
 .tick{fill:var(--soft)}.strong{fill:var(--ink);font-weight:700}.inbar{fill:var(--inbar);
 font-weight:600}.bar text{font-size:15px}
 .grid{stroke:var(--line);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}
@@ -63,7 +62,7 @@ font-size:13px;color:var(--soft)}.legend li{overflow-wrap:anywhere}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px;margin:8px 0}
 th{text-align:left;color:var(--soft);font-weight:600;font-size:13px}
-th,td{padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;
+th,td{min-width:6em;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;
 overflow-wrap:anywhere}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 tr.mark td{font-weight:650}
@@ -87,7 +86,8 @@ var px=(p.getAttribute('d').match(/[ML][-\\d.]+/g)||[]).map(function(t){return +
 var v=p.dataset.v.split(' ').map(function(t){return t.split(':')});
 if(px.length&&px.length===v.length)curves.push({n:p.dataset.n,px:px,v:v})});
 svg.addEventListener('mousemove',function(e){
-var box=svg.getBoundingClientRect(),x=(e.clientX-box.left)*720/box.width,best=null,lines=[];
+var box=svg.getBoundingClientRect(),best=null,lines=[];
+var x=(e.clientX-box.left)*svg.viewBox.baseVal.width/box.width;
 curves.forEach(function(c){var k=0;c.px.forEach(function(q,i){
 if(Math.abs(q-x)<Math.abs(c.px[k]-x))k=i});
 if(best===null||Math.abs(c.px[k]-x)<Math.abs(best-x)){
@@ -201,6 +201,14 @@ def bytes_text(count: int | None) -> str:
                 else f"{count / size:,.0f} {unit}"
             )
     return f"{count} B"
+
+
+def rate_text(rate: float | None, unit: str) -> str:
+    if not rate:
+        return "–"
+    return (
+        f"{number_text(rate / 1e6)} M {unit}/s" if rate >= 1e6 else f"{number_text(rate)} {unit}/s"
+    )
 
 
 def count_text(count: float) -> str:

@@ -7,6 +7,7 @@ carries its values in a `data-v` attribute for the page's hover script. Called b
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,8 +16,9 @@ NUM_COLOURS = 8
 POINT_LIMIT = 500
 """More points than a plot is wide cannot be seen and only make the page heavy."""
 
-_WIDTH, _HEIGHT = 720.0, 250.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 10.0, 38.0
+_FULL, _HALF = (1020.0, 280.0), (480.0, 220.0)
+"""Sizes in the pixels they are shown with, so that text is equally large in both."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 14.0, 10.0, 38.0
 
 Point = tuple[float, float]
 
@@ -69,17 +71,25 @@ def number_text(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def tick_text(value: float) -> str:
+    """A short label for an axis: 20 k rather than 20,000."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if size <= abs(value) < 1e12 and abs(value) >= 1e4:
+            return f"{number_text(value / size)} {unit}"
+    return number_text(value)
+
+
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) that lie between two ends."""
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) that lie between two ends."""
     if not high > low:
         return [low]
     raw = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     # Rounded to the step's digits, or 3 * 0.1 would be labelled 0.30000000000000004.
-    digits = max(0, 1 - math.floor(math.log10(step)))
+    digits = max(0, 2 - math.floor(math.log10(step)))
     return [round(i * step, digits) for i in range(first, last + 1)]
 
 
@@ -169,11 +179,11 @@ def _axes(x: _Scale, y: _Scale, x_ticks: Sequence[float], y_ticks: Sequence[floa
         parts.append(
             f'<line class="grid" x1="{x.start:.0f}" x2="{x.stop:.0f}" y1="{at:.1f}" y2="{at:.1f}"/>'
             f'<text class="tick" x="{x.start - 7:.0f}" y="{at + 4:.1f}" text-anchor="end">'
-            f"{number_text(tick)}</text>"
+            f"{tick_text(tick)}</text>"
         )
     parts += [
         f'<text class="tick" x="{x(tick):.1f}" y="{y.start + 16:.0f}" text-anchor="middle">'
-        f"{number_text(tick)}</text>"
+        f"{tick_text(tick)}</text>"
         for tick in x_ticks
     ]
     parts.append(
@@ -199,13 +209,16 @@ def line_chart(
     x_label: str = "step",
     log: bool = False,
     from_zero: bool = False,
+    full: bool = False,
     limit: int = POINT_LIMIT,
 ) -> str:
-    """Curves over a common x axis, as a `<figure>` with its title and legend."""
+    """Curves over a common x axis, as a `<figure>` with its title and legend; `full` is for one
+    that takes the width of the page."""
+    width, height = _FULL if full else _HALF
     drawn = [Series(s.name, downsample(s.points, limit), s.colour) for s in series if s.points]
     shown = [(a, b) for s in drawn for a, b in s.points if math.isfinite(b)]
     log = log and all(b > 0 for _, b in shown)
-    caption = f"<figcaption>{escape(title)}</figcaption>"
+    caption = f"<figcaption>{escape(title)}{' (log scale)' * log}</figcaption>"
     if not shown:
         said = "no finite value was recorded" if drawn else "nothing was recorded"
         return f'<figure class="chart">{caption}<p class="empty">{said}</p></figure>'
@@ -215,8 +228,8 @@ def line_chart(
     )
     if low == high:
         low, high = low - 1, high + 1
-    x = _Scale(low, high, _LEFT, _WIDTH - _RIGHT)
-    y = _Scale(*_range([b for _, b in shown], log, from_zero), _HEIGHT - _BOTTOM, _TOP, log)
+    x = _Scale(low, high, _LEFT, width - _RIGHT)
+    y = _Scale(*_range([b for _, b in shown], log, from_zero), height - _BOTTOM, _TOP, log)
     y_ticks = log_ticks(y.low, y.high) if log else nice_ticks(y.low, y.high)
     x_ticks = nice_ticks(low, high, 7)
     if all(a == int(a) for a, _ in shown):
@@ -224,24 +237,27 @@ def line_chart(
     curves = []
     for s in drawn:
         path, values = _path(s.points, x, y, log)
-        dots = " dotted" if len(s.points) <= 40 else ""
         curves.append(
-            f'<path class="curve{dots} c{s.colour % NUM_COLOURS}" d="{path}" '
+            f'<path class="curve c{s.colour % NUM_COLOURS}" d="{path}" '
             f'data-n="{escape(s.name)}" data-v="{values}"/>'
         )
+        if len(s.points) <= 40:
+            curves += [
+                f'<circle class="fill c{s.colour % NUM_COLOURS}" cx="{at}" cy="{up}" r="2.6"/>'
+                for at, up in (p.split(",") for p in re.findall(r"[ML]([\d.]+,[\d.]+)", path))
+            ]
     missing = sum(1 for s in series for _, b in s.points if not math.isfinite(b))
     many = "value is" if missing == 1 else "values are"
     note = f'<p class="note">{missing} {many} not finite and left out</p>' if missing else ""
     names = legend([(s.name, s.colour) for s in drawn]) if len(drawn) > 1 else ""
-    scale = " (log scale)" if log else ""
     return (
         f'<figure class="chart">{caption}{names}'
-        f'<svg class="plot" viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" '
-        f'aria-label="{escape(title + scale)}" data-x="{escape(x_label)}">'
+        f'<svg class="plot" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+        f'aria-label="{escape(title)}" data-x="{escape(x_label)}">'
         f"{_axes(x, y, x_ticks, y_ticks)}{''.join(curves)}"
-        f'<line class="cursor" y1="{_TOP:.0f}" y2="{_HEIGHT - _BOTTOM:.0f}" x1="-9" x2="-9"/>'
-        f'<text class="tick" x="{(x.start + x.stop) / 2:.0f}" y="{_HEIGHT - 4:.0f}" '
-        f'text-anchor="middle">{escape(x_label)}{scale}</text></svg>{note}</figure>'
+        f'<line class="cursor" y1="{_TOP:.0f}" y2="{height - _BOTTOM:.0f}" x1="-9" x2="-9"/>'
+        f'<text class="tick" x="{(x.start + x.stop) / 2:.0f}" y="{height - 4:.0f}" '
+        f'text-anchor="middle">{escape(x_label)}</text></svg>{note}</figure>'
     )
 
 
@@ -278,12 +294,12 @@ def rank_chart(bars: Sequence[RankBar], *, title: str) -> str:
     ends = [v for b in bars for v in (b.work_s + b.wait_s, b.p95_s)]
     if not ends or max(ends) <= 0:
         return ""
-    row, left, width = 22.0, 110.0, 720.0
+    row, left, width = 22.0, 80.0, _FULL[0]
     height = row * len(bars) + 24
     high = max(ends) * 1.04
     x = _Scale(0.0, high, left, width - 80)
     parts = []
-    for tick in nice_ticks(0.0, high * 1000, 5):
+    for tick in nice_ticks(0.0, high * 1000, 8):
         at = x(tick / 1000)
         parts.append(
             f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height - 20:.0f}"/>'

@@ -1,1 +1,1 @@
-"""The sources that ship with Ridgeline, one file each; `ridgeline.data.build.SOURCES` names them."""
+"""The sources that ship with Ridgeline, one file each; `SOURCES` of `data/build.py` names them."""

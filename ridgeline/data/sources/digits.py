@@ -71,7 +71,7 @@ def build_digits(
     augment = flag("digits", "augment", augment)
     channels = choice("digits", "channels", channels, (1, 3))
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
         raise UsageError(
             "source 'digits' in data.source needs scikit-learn, which holds the images: "

@@ -1,8 +1,8 @@
 """Next-step forecast of 2-D advection and diffusion on a periodic grid, solved exactly.
 
 Stands in for weather and other gridded data of any size, with no file to read: a sample is a random
-smooth state and the state `dt` later. Each channel has its own velocity and diffusivity, fixed by the
-seed, so that there is something to learn, and because the solution is exact in Fourier space a
+smooth state and the state `dt` later. Each channel has its own velocity and diffusivity, fixed by
+the seed, so that there is something to learn, and because the solution is exact in Fourier space a
 forecast error is the model's own. Built by `data/build.py`.
 """
 
@@ -87,13 +87,15 @@ class Fields:
         # Uniform in a square is as good as Gaussian once dozens of modes are summed, and needs no
         # logarithm, whose last bit differs between machines.
         unit = 2.0 * draws - 1.0
-        return (unit[..., 0] + 1j * unit[..., 1]) * self._amplitude_YX
+        scaled: np.ndarray = (unit[..., 0] + 1j * unit[..., 1]) * self._amplitude_YX
+        return scaled
 
     def _propagator(self, times: tuple[float, ...]) -> np.ndarray:
         ky, kx = self._ky[:, None], self._kx[None, :]
         vy, vx = self.velocity[:, 0, None, None], self.velocity[:, 1, None, None]
         rate_CYX = -self.diffusivity[:, None, None] * (kx**2 + ky**2) - 1j * (ky * vy + kx * vx)
-        return np.exp(np.asarray(times)[:, None, None, None] * rate_CYX)
+        growth_TCYX: np.ndarray = np.exp(np.asarray(times)[:, None, None, None] * rate_CYX)
+        return growth_TCYX
 
     def _to_grid(self, coefficients_TCYX: np.ndarray) -> np.ndarray:
         _, height, width = self._shape

@@ -1,8 +1,8 @@
 """An ordinary folder of images, one subfolder a class.
 
-Either `path/train/<class>/...` beside `path/val|valid|test|eval/<class>/...`, or class folders alone,
-of which `holdout` is kept for evaluation. Decoding is Pillow's; it is the slow part, which is why the
-loader has worker processes. Built by `data/build.py`.
+Either `path/train/<class>/...` beside `path/val|valid|test|eval/<class>/...`, or class folders
+alone, of which `holdout` is kept for evaluation. Decoding is Pillow's; it is the slow part, which
+is why the loader has worker processes. Built by `data/build.py`.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _scan(root: Path, names: list[str]) -> list[_Labelled]:
 def _split(
     files: list[_Labelled], holdout: float, root: Path
 ) -> tuple[list[_Labelled], list[_Labelled]]:
-    """Hold out evenly spaced files of each class: file j where j * holdout passes a whole number."""
+    """Hold out evenly spaced files of a class: those where j * holdout passes a whole number."""
     train: list[_Labelled] = []
     held_out: list[_Labelled] = []
     seen: dict[int, int] = {}

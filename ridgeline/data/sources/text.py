@@ -115,9 +115,9 @@ def build_text(
     if num_eval < seq_len + 1:
         needed = int((seq_len + 1) / _EVAL_FRACTION) + 1
         raise UsageError(
-            f"source 'text': {where} (data.args) gives {len(data)} bytes, too few for one sample of "
-            f"seq_len={seq_len} in the held-out 5 %; it takes about {needed} bytes, or a smaller "
-            "seq_len"
+            f"source 'text': {where} (data.args) gives {len(data)} bytes, too few for one sample "
+            f"of seq_len={seq_len} in the held-out 5 %; it takes about {needed} bytes, or "
+            "a smaller seq_len"
         )
     train, held_out = data[:-num_eval], data[-num_eval:]
     return (

@@ -79,9 +79,9 @@ def test_errors(tmp_path):
 
     with pytest.raises(UsageError, match="needs 'path'"):
         build()
-    with pytest.raises(UsageError, match="'/nowhere' in data.args is not a folder"):
+    with pytest.raises(UsageError, match=r"'/nowhere' in data.args is not a folder"):
         build(path="/nowhere")
-    with pytest.raises(UsageError, match="path=7 in data.args must be a folder"):
+    with pytest.raises(UsageError, match=r"path=7 in data.args must be a folder"):
         build(path=7)
     with pytest.raises(UsageError, match="has no class folders"):
         build(path=str(tmp_path))

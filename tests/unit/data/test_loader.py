@@ -1,6 +1,9 @@
 """The loader: the same batches however they are read, and a clean end however it comes."""
 
 import gc
+import multiprocessing.forkserver
+import os
+import signal
 import threading
 import time
 
@@ -99,6 +102,28 @@ def test_workers_report_what_went_wrong(tmp_path):
         loader.close()
 
 
+def test_workers_outlive_the_trainers_signals_and_are_replaced_when_killed():
+    loader = Loader(digits(), batch=100, workers=2)
+    try:
+        next(loader.epoch(0))
+        workers = loader._processes._data_loader._iterator._workers
+        server = multiprocessing.forkserver._forkserver._forkserver_pid
+        # The second worker may be starting still, which is when it is most easily hurt.
+        for pid in (*(worker.pid for worker in workers), server):
+            for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(pid, name)
+        assert len(list(loader.epoch(1))) == len(loader)
+        batches = loader.epoch(2)
+        next(batches)
+        os.kill(workers[0].pid, signal.SIGKILL)
+        with pytest.raises(RunError, match="worker"):
+            list(batches)
+        assert len(list(loader.epoch(2))) == len(loader)
+    finally:
+        loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_source_that_does_not_pickle_is_refused():
     source = digits()
     source.secret = lambda: None

@@ -1,4 +1,4 @@
-"""Every published parameter count, on the meta device, and the layer counts of known state dicts."""
+"""Every published parameter count, and the entries of known state dicts; all on meta."""
 
 import pytest
 import torch

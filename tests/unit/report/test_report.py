@@ -274,18 +274,18 @@ def test_compare_shows_results_and_differences(tmp_path: Path) -> None:
     text = target.read_text(encoding="utf-8")
     check_markup(text)
     assert "2 runs compared" in text
-    assert "<td>a/run</td>" in text
-    assert "<td>b/run</td>" in text
+    assert "<th>a/run</th><th>b/run</th>" in text
     assert "<td>optim.name</td><td>adamw</td><td>sgd</td>" in text
     assert "<td>optim.nesterov</td><td>–</td><td>true</td>" in text
     assert "<td>optim.lr</td>" not in text
-    assert "0.4243" in text
-    assert "0.4743" in text
+    assert "<td>final training loss</td><td>0.4243</td><td>0.4743</td>" in text
+    assert "<td>MFU (median)</td><td>40 %</td><td>40 %</td>" in text
     loss = text[text.index("training loss by step") :]
     figure = loss[: loss.index("</figure>")]
     assert 'data-n="a/run"' in figure
     assert 'data-n="b/run"' in figure
-    assert 'curve c0"' in figure or 'curve dotted c0"' in figure
+    assert 'curve c0"' in figure
+    assert 'curve c1"' in figure
 
 
 def test_compare_of_the_same_says_so_and_of_none_is_refused(tmp_path: Path) -> None:
