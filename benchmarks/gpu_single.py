@@ -38,6 +38,9 @@ class Case:
     clip: float | None
     channels_last: bool = False
     steps: int = 20
+    together: bool = True
+    """Whether all loops fit on the device at once while they compile."""
+    loops: tuple[str, ...] = ("ridgeline", "graphs=true", "hand")
 
 
 CASES = {
@@ -48,7 +51,7 @@ CASES = {
     "llama-1.3b": Case(
         "llama-1.3b", "llama", {"size": "1.3b", "max_seq": 2048},
         {"task": "causal_lm", "shape": [2048], "vocab": 32768, "distinct": 48}, 12, "tokens",
-        2048, 1.0, steps=8,
+        2048, 1.0, steps=8, together=False, loops=("ridgeline", "hand"),
     ),
     "resnet50": Case(
         "resnet50", "resnet50", {},
@@ -83,7 +86,11 @@ def train_flops_per_sample(case: Case) -> float:
     return facts.train_flops_per_sample
 
 
-def ridgeline_steps(case: Case) -> Any:
+def graphs_steps(case: Case) -> Any:
+    return ridgeline_steps(case, "precision=bf16,compile=true,graphs=true")
+
+
+def ridgeline_steps(case: Case, layout: str = "precision=bf16,compile=true") -> Any:
     """The library as `ridgeline train` runs it on one rank, run directory included."""
     from ridgeline.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
     from ridgeline.launch.env import read_rank_env
@@ -97,7 +104,7 @@ def ridgeline_steps(case: Case) -> Any:
         data=DataConfig("synthetic", case.source),
         train=TrainConfig(batch=case.batch, steps=1_000_000, lr=LR, clip=case.clip),
         optim=OptimConfig("adamw", weight_decay=0.1),
-        layout="precision=bf16,compile=true",
+        layout=layout,
         device="cuda",
     )
     training = build_training(config, read_rank_env({}))
@@ -139,7 +146,7 @@ def hand_steps(case: Case) -> Any:
         x, y = source.device_fetch(rng.integers(0, 1 << 30, case.batch), device)
         if case.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_of(x, y)
         loss.backward()
         if case.clip is not None:
@@ -149,7 +156,7 @@ def hand_steps(case: Case) -> Any:
         yield loss.detach()
 
 
-LOOPS = {"ridgeline": ridgeline_steps, "hand": hand_steps}
+LOOPS = {"ridgeline": ridgeline_steps, "graphs=true": graphs_steps, "hand": hand_steps}
 
 
 def _worker(kind: str, case: Case, pipe: Connection) -> None:
@@ -170,46 +177,82 @@ def _worker(kind: str, case: Case, pipe: Connection) -> None:
         seconds = (time.perf_counter() - start) / timed
         peak = torch.cuda.max_memory_allocated()
         value = float(loss)
-        # Give the blocks back, so that the other process has room for its turn.
+        # Give the blocks back, so that the others have room for their turn.
         torch.cuda.empty_cache()
         pipe.send((seconds, value, peak))
+
+
+def _compile_all(case: Case, pipes: dict[str, Connection]) -> None:
+    """The first steps, untimed: side by side where the device holds both models' activations."""
+    start = time.perf_counter()
+    if case.together:
+        for pipe in pipes.values():
+            pipe.send((3, 1))
+        for pipe in pipes.values():
+            pipe.recv()
+    else:
+        for pipe in pipes.values():
+            pipe.send((3, 1))
+            pipe.recv()
+    spent = time.perf_counter() - start
+    print(f"{case.name}: both loops compiled in {spent:.0f} s", file=sys.stderr, flush=True)
 
 
 def run_case(case: Case, turns: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, {}
-    for kind in LOOPS:
+    for kind in case.loops:
         pipes[kind], child = context.Pipe()
         processes[kind] = context.Process(target=_worker, args=(kind, case, child), daemon=True)
         processes[kind].start()
-    answers: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in LOOPS}
-    for turn in range(turns + 1):
-        order = list(LOOPS) if turn % 2 else list(LOOPS)[::-1]
-        for kind in order:
+        child.close()  # so that a worker that dies ends the wait for its answer
+    answers: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in case.loops}
+    _compile_all(case, pipes)
+    for turn in range(turns):
+        for kind in case.loops if turn % 2 else case.loops[::-1]:
             pipes[kind].send((3, case.steps))
-            answer = pipes[kind].recv()
-            if turn:  # the first turn compiles
-                answers[kind].append(answer)
-    for kind in LOOPS:
+            answers[kind].append(pipes[kind].recv())
+        pair = ", ".join(f"{kind} {1e3 * answers[kind][-1][0]:.2f} ms" for kind in case.loops)
+        print(f"{case.name} turn {turn + 1}: {pair}", file=sys.stderr, flush=True)
+    for kind in case.loops:
         pipes[kind].send(None)
         processes[kind].join(30)
+    return {"case": case.name, "unit": case.unit, "loops": _figures(case, answers)}
+
+
+def _figures(case: Case, answers: dict[str, list[tuple[float, float, int]]]) -> dict[str, Any]:
+    """Medians over turns, and the median of each turn's ratio to the hand-written loop."""
     flops = train_flops_per_sample(case) * case.batch
-    result: dict[str, Any] = {"case": case.name, "unit": case.unit}
-    for kind in LOOPS:
-        seconds = [a[0] for a in answers[kind]]
-        median = statistics.median(seconds)
-        result[kind] = {
+    figures = {}
+    for kind, turns in answers.items():
+        median = statistics.median(seconds for seconds, _, _ in turns)
+        pairs = zip(answers["hand"], turns, strict=True)
+        ratios = sorted(hand[0] / ours[0] for hand, ours in pairs)
+        figures[kind] = {
             "step_ms": 1e3 * median,
-            "spread": spread(seconds),
+            "spread": spread([seconds for seconds, _, _ in turns]),
             "rate": case.batch * case.units_per_sample / median,
             "tflops": flops / median / 1e12,
-            "peak_gb": max(a[2] for a in answers[kind]) / 1e9,
-            "loss": answers[kind][-1][1],
+            "peak_gb": max(peak for _, _, peak in turns) / 1e9,
+            "loss": turns[-1][1],
+            "ratio": statistics.median(hand[0] for hand in answers["hand"]) / median,
+            "turn_ratios": ratios,
         }
-    result["ratio"] = result["hand"]["step_ms"] / result["ridgeline"]["step_ms"]
-    pairs = zip(answers["hand"], answers["ridgeline"], strict=True)
-    result["turn_ratios"] = sorted(h[0] / r[0] for h, r in pairs)
-    return result
+    return figures
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            result["case"], kind, f"{f['rate']:,.0f} {result['unit']}/s", f"{f['tflops']:.0f}",
+            f"{f['peak_gb']:.1f}", f"{f['step_ms']:.2f}", f"{f['spread']:.1%}", f"{f['loss']:.3f}",
+            f"{f['ratio']:.4f}", f"{f['turn_ratios'][0]:.4f}-{f['turn_ratios'][-1]:.4f}",
+        )
+        for kind, f in result["loops"].items()
+    ]  # fmt: skip
+
+
+HEAD = ("case", "loop", "rate", "TFLOP/s", "peak GB", "step ms", "spread", "loss", "ratio", "turns")
 
 
 def main() -> None:
@@ -222,20 +265,13 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit("gpu_single: torch sees no CUDA device here; this benchmark needs one")
-    results = [run_case(CASES[name], args.turns) for name in args.case]
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.turns} turns each")
-    rows = [
-        (
-            r["case"], kind, f"{r[kind]['rate']:,.0f} {r['unit']}/s", f"{r[kind]['tflops']:.0f}",
-            f"{r[kind]['peak_gb']:.1f}", f"{r[kind]['step_ms']:.2f}", f"{r[kind]['spread']:.1%}",
-            f"{r[kind]['loss']:.3f}", f"{r['ratio']:.4f}" if kind == "ridgeline" else "1",
-        )
-        for r in results
-        for kind in LOOPS
-    ]  # fmt: skip
-    head = ("case", "loop", "rate", "TFLOP/s", "peak GB", "step ms", "spread", "loss", "ratio")
-    print_table(head, rows)
-    write_json(args.json, {"device": torch.cuda.get_device_name(), "results": results})
+    device = torch.cuda.get_device_name()
+    results = []
+    for name in args.case:
+        results.append(run_case(CASES[name], args.turns))
+        write_json(args.json, {"device": device, "results": results})
+    print(f"{device}, torch {torch.__version__}, {args.turns} turns each; ratio: hand / loop")
+    print_table(HEAD, [row for result in results for row in _rows(result)])
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def _default_processes(config: RunConfig) -> int:
         return said
     import torch
 
-    return max(torch.cuda.device_count() // said * said, said)
+    devices: int = torch.cuda.device_count()
+    return max(devices // said * said, said)
 
 
 def _check_before_start(config: RunConfig, num_processes: int) -> None:

@@ -8,9 +8,6 @@ by the worker of every rank, so it needs no torch.
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from ridgeline.errors import UsageError, nearest_word, unknown_word
+from ridgeline.errors import UsageError, unknown_word
 from ridgeline.layout import Layout, override_text
+from ridgeline.typed import build_typed, leaf_items, leaves, to_plain
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -157,9 +155,6 @@ class Resolved:
     origin: dict[str, str]
 
 
-# Keys whose value is free-form: what is below them is the model's, the source's or the metric's word.
-_OPEN = ("model.args", "data.args", "train.target")
-
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "float64", "bfloat16", "float16"),
     "train.lr_rule": ("none", "linear", "sqrt"),
@@ -212,27 +207,27 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
     origin: dict[str, str] = {}
     if recipe is not None:
         values = _read_yaml(recipe)
-        origin = dict.fromkeys(_leaves(values), recipe.name)
+        origin = dict.fromkeys(leaves(values), recipe.name)
     for text in overrides:
         key = _apply_override(values, text)
         stale = [known for known in origin if known == key or known.startswith(f"{key}.")]
         for known in stale:
             del origin[known]
         origin[key] = "command line"
-    config = _build(RunConfig, values, "")
+    config = build_typed(RunConfig, values, "", leaves(to_plain(RunConfig())))
     _check_values(config)
     return Resolved(config, _origin_of_leaves(config, origin))
 
 
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML that `load_config` reads back to the same value."""
-    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def show_config(resolved: Resolved) -> str:
     """The configuration as YAML, each line with where its value came from."""
     lines: list[str] = []
-    _show(_plain(resolved.config), "", 0, resolved.origin, lines)
+    _show(to_plain(resolved.config), "", 0, resolved.origin, lines)
     width = max(len(text) for text, _ in (line.split("\t") for line in lines if "\t" in line))
     width = min(width, 60)
     out = []
@@ -268,7 +263,7 @@ def _origin_of(dotted: str, origin: Mapping[str, str]) -> str:
 
 
 def _origin_of_leaves(config: RunConfig, origin: Mapping[str, str]) -> dict[str, str]:
-    return {leaf: _origin_of(leaf, origin) for leaf in _leaves(_plain(config))}
+    return {leaf: _origin_of(leaf, origin) for leaf in leaves(to_plain(config))}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -284,7 +279,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: a recipe is a mapping of keys to values, not a {_kind(values)}")
+        raise UsageError(f"{path}: a recipe is a mapping of keys to values, not {values!r:.40}")
     return values
 
 
@@ -320,129 +315,9 @@ def _apply_override(values: dict[str, Any], text: str) -> str:
     return key
 
 
-def _build(cls: type[Any], values: Any, prefix: str) -> Any:
-    """A dataclass from a mapping, each value brought to its field's type."""
-    if not isinstance(values, Mapping):
-        raise UsageError(f"{prefix.rstrip('.')} is a section of keys, not {_kind(values)} {values!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        if key not in fields:
-            raise _unknown_key(str(key), prefix, fields)
-    built: dict[str, Any] = {}
-    for name in fields:
-        if name not in values:
-            continue
-        hint, dotted = hints[name], f"{prefix}{name}"
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            below = values[name]
-            built[name] = _build(hint, {} if below is None else below, f"{dotted}.")
-        else:
-            built[name] = _coerce(values[name], hint, dotted)
-    return cls(**built)
-
-
-def _unknown_key(key: str, prefix: str, fields: Mapping[str, Any]) -> UsageError:
-    """A key of exactly that name in another section is likelier than a similar one in this."""
-    leaves = _leaves(_plain(RunConfig()))
-    elsewhere = [leaf for leaf in leaves if leaf.split(".")[-1] == key]
-    similar = nearest_word(key, fields)
-    guess = elsewhere[0] if elsewhere else f"{prefix}{similar}" if similar else ""
-    hint = f"did you mean {guess}? " if guess else ""
-    return UsageError(f"unknown key {prefix}{key}; {hint}(known here: {', '.join(fields)})")
-
-
-def _coerce(value: Any, hint: Any, place: str) -> Any:
-    """Bring a YAML value to the type of a field, or say what was expected."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None:
-        if type(None) in options:
-            return None
-        if typing.get_origin(hint) is dict:
-            return {}
-        raise UsageError(f"{place} needs a value ({_expected(hint)})")
-    for option in options:
-        if option is type(None):
-            continue
-        fitted, ok = _fit(value, option)
-        if ok:
-            return fitted
-    raise UsageError(f"{place}={value!r} is not {_expected(hint)}")
-
-
-def _fit(value: Any, hint: Any) -> tuple[Any, bool]:
-    origin = typing.get_origin(hint)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            return None, False
-        _, item = typing.get_args(hint)
-        if item is Any:
-            return dict(value), True
-        pairs = {key: _fit(below, item) for key, below in value.items()}
-        return {k: v for k, (v, _) in pairs.items()}, all(ok for _, ok in pairs.values())
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            return None, False
-        args = typing.get_args(hint)
-        item = args[0]
-        if args[-1] is not Ellipsis and len(value) != len(args):
-            return None, False
-        fitted = [_fit(below, item) for below in value]
-        return tuple(v for v, _ in fitted), all(ok for _, ok in fitted)
-    if hint is bool:
-        return value, isinstance(value, bool)
-    if hint is int:
-        return _fit_int(value)
-    if hint is float:
-        return _fit_float(value)
-    if hint is str:
-        # YAML reads yes, no and 1 as something else; where text is wanted, text was meant.
-        if isinstance(value, bool):
-            return ("yes" if value else "no"), True
-        return str(value), isinstance(value, (str, int, float))
-    return value, True
-
-
-def _fit_int(value: Any) -> tuple[Any, bool]:
-    if isinstance(value, bool):
-        return None, False
-    if isinstance(value, float) and value.is_integer():
-        return int(value), True
-    if isinstance(value, str):
-        try:
-            return int(value), True
-        except ValueError:
-            return None, False
-    return value, isinstance(value, int)
-
-
-def _fit_float(value: Any) -> tuple[Any, bool]:
-    if isinstance(value, bool):
-        return None, False
-    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        try:
-            return float(value), True
-        except ValueError:
-            return None, False
-    return (float(value), True) if isinstance(value, (int, float)) else (None, False)
-
-
-def _expected(hint: Any) -> str:
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_expected(option) for option in typing.get_args(hint))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    if hint is type(None):
-        return "null"
-    if typing.get_origin(hint) is dict:
-        return "a mapping"
-    if typing.get_origin(hint) is tuple:
-        return "a list of numbers"
-    return names.get(hint, str(hint))
-
-
 def _check_values(config: RunConfig) -> None:
     """What types cannot say: choices, ranges, and what a run cannot do without."""
-    values = dict(_leaf_items(_plain(config)))
+    values = dict(leaf_items(to_plain(config)))
     for key, known in _CHOICES.items():
         if values[key] not in known:
             raise unknown_word(key.split(".")[0], str(values[key]), known, key)
@@ -456,29 +331,3 @@ def _check_values(config: RunConfig) -> None:
     if config.train.epochs is None and config.train.steps is None:
         raise UsageError("neither train.epochs nor train.steps is set, so the run would never end")
     Layout.parse(config.layout, "layout")
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses and tuples as dicts and lists, for YAML."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
-
-
-def _leaf_items(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    items: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and (value or dotted in _OPEN):
-            items.extend(_leaf_items(value, f"{dotted}."))
-        else:
-            items.append((dotted, value))
-    return items
-
-
-def _leaves(values: Mapping[str, Any]) -> list[str]:
-    return [key for key, _ in _leaf_items(values)]

@@ -18,7 +18,7 @@ from typing import Any, Final
 from ridgeline.errors import UsageError, unknown_word
 
 AVAILABLE: Final = frozenset(
-    {"dp", "accumulate", "compile", "precision=tf32", "precision=bf16", "precision=fp16"}
+    {"dp", "accumulate", "compile", "graphs", "precision=tf32", "precision=bf16", "precision=fp16"}
 )
 """The techniques that this release can run; a technique is finished when its name stands here."""
 
@@ -94,6 +94,12 @@ _APART: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]] = (
         ("zero=2", "zero=3", *_OFFLOAD),
         ("graphs",),
         "tensors move to other addresses in every step, and a captured graph has fixed ones",
+    ),
+    (
+        ("dp", "accumulate"),
+        ("graphs",),
+        "gradients of a captured backward live where the next replay writes, "
+        "so they cannot be added up or reduced while it runs",
     ),
     (
         ("graphs",),
@@ -190,6 +196,11 @@ _NEEDS: Final[tuple[_Need, ...]] = (
             or x.schedule not in ("interleaved", "zerobubble")
             or x.microbatches % x.pp == 0
         ),
+    ),
+    _Need(
+        ("graphs", "compile"),
+        "graphs=true captures compiled code and needs compile=true",
+        lambda x: not x.graphs or x.compile,
     ),
     _Need(
         ("offload", "zero"),
@@ -465,8 +476,8 @@ def check_available(layout: Layout) -> list[Finding]:
             if not any(t.partition("=")[0] == field for t in set(techniques(trial)) - AVAILABLE):
                 kept = trial
                 break
-    kept = _nearest(kept)
     kept = kept.replace(dp=kept.dp * layout.world_size // kept.world_size)
+    kept = _nearest(kept)
     groups: dict[str, list[str]] = {}
     for name in (t for t in TECHNIQUES if t in AVAILABLE):
         groups.setdefault(name.partition("=")[0], []).append(name.partition("=")[2])
@@ -514,6 +525,8 @@ def _neighbours(layout: Layout, field: str, other: str) -> Iterator[Layout]:
         }
         ordered = sorted(numbers - {0}, key=lambda n: (abs(n - value), n))
         texts = [str(n) for n in ordered] + [_show_value(default)]
+    elif isinstance(value, bool):
+        texts = ["true", "false"]
     else:
         texts = [_show_value(default)]
     for text in texts:

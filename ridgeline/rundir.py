@@ -179,7 +179,9 @@ class RunDir:
     def open(cls, path: Path) -> RunDir:
         """An existing run directory; one that holds no configuration is none."""
         if not path.is_dir():
-            raise UsageError(f"no run directory at {path}; `ridgeline train` prints where its runs are")
+            raise UsageError(
+                f"no run directory at {path}; `ridgeline train` prints where its runs are"
+            )
         if not (path / CONFIG).exists():
             raise UsageError(f"{path} is not a run directory: it holds no {CONFIG}")
         return cls(path)

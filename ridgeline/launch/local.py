@@ -45,7 +45,9 @@ def failure_file(directory: Path, rank: int) -> Path:
     return directory / f"failure-{rank}.json"
 
 
-def write_failure(directory: Path, rank: int, time: float, error: BaseException, trace: str) -> None:
+def write_failure(
+    directory: Path, rank: int, time: float, error: BaseException, trace: str
+) -> None:
     """Called by a failing rank as the last thing it does."""
     known = isinstance(error, (UsageError, RunError))
     text = str(error) if known else f"{type(error).__name__}: {error}"
@@ -83,7 +85,7 @@ def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: in
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": str(threads),
         }
-        redirects = {rank: Std.ALL for rank in range(1, num_processes)}
+        redirects = dict.fromkeys(range(1, num_processes), Std.ALL)
         options: dict[str, Any] = {
             "min_nodes": 1,
             "max_nodes": 1,

@@ -44,10 +44,10 @@ def describe_machine(device: torch.device, precision: str, num_devices: int) -> 
         peaks = datasheet_flops(name)
         source = "datasheet" if peaks else "measured"
         if not peaks:
-            peaks = {precision: measure_matmul_flops(device, precision, size=4096)}
+            peaks = {precision: measure_matmul_flops(device, precision)}
     else:
         name, memory_bytes = _cpu_name(), psutil.virtual_memory().total
-        peaks = {precision: measure_matmul_flops(device, precision, size=512)}
+        peaks = {precision: measure_matmul_flops(device, precision)}
         source = "measured"
     return MachineFacts(
         host=socket.gethostname(),
@@ -77,20 +77,31 @@ def _stands_in(known: str, name: str) -> bool:
     return f" {known} " in f" {name} "
 
 
-def measure_matmul_flops(device: torch.device, precision: str, size: int) -> float:
-    """FLOP/s of a square matrix product in the run's precision: the best of a few short timings."""
+def measure_matmul_flops(device: torch.device, precision: str, budget_s: float = 0.05) -> float:
+    """FLOP/s of a square matrix product in the run's precision, the best over growing sizes.
+
+    Sizes double until one product takes longer than the budget: a CPU without bf16 instructions
+    needs minutes for a product that one with them does in a millisecond.
+    """
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes.get(precision, torch.float32)
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(6):
-        _wait(device)
-        start = time.perf_counter()
-        a @ b
-        _wait(device)
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
+    best_rate, size = 0.0, 64
+    while True:
+        a = torch.randn(size, size, device=device).to(dtype)
+        b = torch.randn(size, size, device=device).to(dtype)
+        shortest = min(_time_product(a, b, device) for _ in range(3))
+        best_rate = max(best_rate, 2.0 * size**3 / shortest)
+        if shortest > budget_s / 8 or size >= 8192:
+            return best_rate
+        size *= 2
+
+
+def _time_product(a: torch.Tensor, b: torch.Tensor, device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    a @ b
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:

@@ -15,15 +15,21 @@ from ridgeline.errors import UsageError, unknown_word
 _FUSED_DEVICES = ("cuda", "cpu")
 
 
-def _adamw(groups: Iterable[dict[str, Any]], lr: float, config: OptimConfig, fused: bool) -> Optimizer:
+def _adamw(
+    groups: Iterable[dict[str, Any]], lr: float, config: OptimConfig, fused: bool
+) -> Optimizer:
     return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def _adam(groups: Iterable[dict[str, Any]], lr: float, config: OptimConfig, fused: bool) -> Optimizer:
+def _adam(
+    groups: Iterable[dict[str, Any]], lr: float, config: OptimConfig, fused: bool
+) -> Optimizer:
     return torch.optim.Adam(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def _sgd(groups: Iterable[dict[str, Any]], lr: float, config: OptimConfig, fused: bool) -> Optimizer:
+def _sgd(
+    groups: Iterable[dict[str, Any]], lr: float, config: OptimConfig, fused: bool
+) -> Optimizer:
     return torch.optim.SGD(
         groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
     )

@@ -61,9 +61,7 @@ def _can_fold(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
     return fused and all(p.is_cuda and p.dtype is torch.float32 for p in parameters)
 
 
-def _folded_update(
-    optimizer: Optimizer, parameters: list[nn.Parameter], clip: float
-) -> Update:
+def _folded_update(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> Update:
     def update() -> Tensor | None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)

@@ -41,10 +41,16 @@ def _sync_batch_norm(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _compile(model: nn.Module, plan: Plan) -> nn.Module:
+    if plan.layout.graphs and plan.mesh.device.type != "cuda":
+        raise UsageError(
+            f"layout graphs=true captures CUDA graphs, but the device is {plan.mesh.device}; "
+            "leave graphs out"
+        )
     if plan.layout.compile:
-        # One graph a shape: with dynamic shapes an uneven last batch would leave a slower graph
-        # behind that then serves the full batches too.
-        model.compile(dynamic=False)
+        # One compiled graph a shape: with dynamic shapes an uneven last batch would leave a slower
+        # one behind that then serves the full batches too.
+        mode = "reduce-overhead" if plan.layout.graphs else "default"
+        model.compile(dynamic=False, mode=mode)
     return model
 
 

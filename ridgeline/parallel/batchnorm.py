@@ -37,20 +37,22 @@ class _Normalize(torch.autograd.Function):
             [x.shape[1], x.shape[1], 1], dim=1
         )
         total = counts.sum()
-        mean = (means * counts).sum(0) / total
+        divisor = total.clamp(min=1)  # 0 when all ranks only borrow: a filler, but not a NaN
+        mean = (means * counts).sum(0) / divisor
         spread = deviations * (counts > 0) + counts * (means - mean) ** 2
-        var = spread.sum(0) / total
+        var = spread.sum(0) / divisor
         invstd = torch.rsqrt(var + eps)
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (wide - mean.view(shape)) * invstd.view(shape)
-        ctx.save_for_backward(normal, invstd, total)
+        ctx.save_for_backward(normal, invstd, divisor)
         ctx.num_real, ctx.group, ctx.dtype = num_real, group, x.dtype
         ctx.mark_non_differentiable(mean, var, total)
-        return normal.to(x.dtype), mean, var, total
+        # Wide, so that weight and bias see it, and their gradients are taken of it, unrounded.
+        return normal, mean, var, total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
-        normal, invstd, total = ctx.saved_tensors
+        normal, invstd, divisor = ctx.saved_tensors
         dims = [0, *range(2, normal.dim())]
         shape = [1, -1] + [1] * (normal.dim() - 2)
         grad = grad.to(normal.dtype)
@@ -58,7 +60,7 @@ class _Normalize(torch.autograd.Function):
         dist.all_reduce(sums, group=ctx.group)
         if ctx.num_real == 0:  # the borrowed sample is in nobody's statistics
             return torch.zeros_like(normal, dtype=ctx.dtype), None, None, None
-        mean_grad, mean_grad_normal = (sums / total).unbind(0)
+        mean_grad, mean_grad_normal = (sums / divisor).unbind(0)
         dx = grad - mean_grad.view(shape) - normal * mean_grad_normal.view(shape)
         return (dx * invstd.view(shape)).to(ctx.dtype), None, None, None
 
@@ -75,9 +77,17 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        if not self.training and self.track_running_stats:
+        if not self.training:
+            # Without running statistics those of this rank's samples: in an evaluation a rank may
+            # have none, and the others would wait for it.
             return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=not self.track_running_stats,
+                eps=self.eps,
             )
         out, mean, var, total = _Normalize.apply(input, self.eps, self.share.num_real, self.group)
         if self.track_running_stats and self.training:
@@ -85,15 +95,17 @@ class SyncBatchNorm(_BatchNorm):
         if self.affine:
             shape = [1, -1] + [1] * (input.dim() - 2)
             out = out * self.weight.view(shape) + self.bias.view(shape)
-        return out.to(input.dtype)
+        # Never what backward has kept: an in-place activation may follow.
+        return out.to(input.dtype, copy=not self.affine)
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, var: Tensor, total: Tensor) -> None:
-        self.num_batches_tracked.add_(1)
+        seen = (total > 0).to(self.running_mean.dtype)
+        self.num_batches_tracked.add_(seen.to(self.num_batches_tracked.dtype))
         if self.momentum is None:  # cumulative average
-            factor: float | Tensor = 1.0 / self.num_batches_tracked
+            factor = seen / self.num_batches_tracked.clamp(min=1)
         else:
-            factor = self.momentum
+            factor = seen * self.momentum
         unbiased = var * (total / (total - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)

@@ -8,6 +8,7 @@ that an uneven batch gives the gradient of one device. Called by `apply.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from ridgeline.errors import UsageError
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.parallel.share import Share
+
+_MAX_NAMES_SHOWN = 5
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -42,7 +46,17 @@ class Replicated(DistributedDataParallel):
         self._share = share
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        outputs = super().forward(*inputs, **kwargs)
+        try:
+            outputs = super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            unused = self._unused(str(error))
+            if not unused:
+                raise
+            raise UsageError(
+                f"{', '.join(unused)} had no part in the loss of the step before, and every rank "
+                "waited for their gradients: set ddp.find_unused=true (in a loop of your own "
+                "parallelize(model, find_unused=True)), or take them out of the model"
+            ) from error
         if self._share.scale == 1.0 or not torch.is_grad_enabled():
             return outputs
         scale = self._share.scale
@@ -51,6 +65,16 @@ class Replicated(DistributedDataParallel):
             return _ScaleGradient.apply(value, scale) if value.requires_grad else value
 
         return tree_map_only(Tensor, weigh, outputs)
+
+    def _unused(self, message: str) -> list[str]:
+        """Names of the parameters that torch's complaint gives by number; empty for another one."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        if "Expected to have finished reduction" not in message or found is None:
+            return []
+        names = [name for name, value in self.named_parameters() if value.requires_grad]
+        missing = [names[int(index)] for index in found[1].split()]
+        rest = len(missing) - _MAX_NAMES_SHOWN
+        return missing[:_MAX_NAMES_SHOWN] + [f"and {rest} more parameters"] * (rest > 0)
 
     def __getattr__(self, name: str) -> Any:
         try:

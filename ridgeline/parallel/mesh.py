@@ -28,6 +28,8 @@ class Mesh:
     device: torch.device
     data_group: dist.ProcessGroup | None
     """Ranks that hold the same weights and see different samples; None when this rank is alone."""
+    owns_group: bool = False
+    """Whether `build_mesh` made torch's default group, so that closing the mesh has to end it."""
 
     @property
     def data_rank(self) -> int:
@@ -80,7 +82,8 @@ def build_mesh(env: RankEnv, layout: Layout, device: torch.device) -> Mesh:
         torch.cuda.set_device(device)
     if env.world_size == 1:
         return Mesh(env, layout, device, None)
-    if not dist.is_initialized():
+    joined = dist.is_initialized()
+    if not joined:
         cuda = device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -89,10 +92,13 @@ def build_mesh(env: RankEnv, layout: Layout, device: torch.device) -> Mesh:
             timeout=JOIN_TIMEOUT,
             device_id=device if cuda else None,
         )
-    return Mesh(env, layout, device, dist.group.WORLD)
+    return Mesh(env, layout, device, dist.group.WORLD, owns_group=not joined)
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """Leave the job in order; every rank calls it when its work is done."""
-    if mesh.data_group is not None and dist.is_initialized():
+    """Leave the job in order; every rank calls it when its work is done.
+
+    A group that was there before the mesh is the caller's, and stays.
+    """
+    if mesh.owns_group and dist.is_initialized():
         dist.destroy_process_group()

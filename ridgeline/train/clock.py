@@ -68,9 +68,7 @@ class HostClock:
 
 
 class _CudaTimes:
-    def __init__(
-        self, marks: list[tuple[str, torch.cuda.Event]], begin: torch.cuda.Event
-    ) -> None:
+    def __init__(self, marks: list[tuple[str, torch.cuda.Event]], begin: torch.cuda.Event) -> None:
         self._marks, self._begin = marks, begin
 
     def is_done(self) -> bool:

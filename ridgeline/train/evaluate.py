@@ -70,7 +70,9 @@ def _means(sums: dict[str, Tensor], task: Task, mesh: Mesh) -> tuple[dict[str, f
     zero = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     table = torch.stack([sums.get(name, zero) for name in names])
     totals = mesh.sum_over_data(table).tolist()
-    means = {name: total / max(count, 1) for name, (total, count) in zip(names, totals, strict=True)}
+    means = {
+        name: total / max(count, 1) for name, (total, count) in zip(names, totals, strict=True)
+    }
     return means, int(totals[0][1])
 
 

@@ -42,4 +42,3 @@ def train_loop(training: Training) -> Iterator[StepResult]:
             if step == training.num_steps:
                 return
         epoch += 1
-

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ridgeline.data.loader import Batch
@@ -52,6 +53,8 @@ def build_forward_backward(
         watch_last_gradient(objective, last_gradient)
 
     def forward_backward(batch: Batch, clock: Clock) -> Tensor:
+        # Tells captured CUDA graphs, where there are any, that last step's outputs are done with.
+        torch.compiler.cudagraph_mark_step_begin()
         total: Tensor | None = None
         last = len(batch.inputs) - 1
         parts = zip(batch.inputs, batch.targets, batch.counts, strict=True)
@@ -62,13 +65,13 @@ def build_forward_backward(
                 loss = _forward(objective, inputs, targets)
                 clock.mark("forward_s")
                 exposed[0] = False
-                precision.backward(loss * (weight * num_ranks))
+                precision.backward(_weigh(loss, weight * num_ranks))
                 clock.mark("comm_s" if exposed[0] else "backward_s")
             else:
                 with skip_reduction(objective):
                     loss = _forward(objective, inputs, targets)
                     clock.mark("forward_s")
-                    precision.backward(loss * (weight * num_ranks))
+                    precision.backward(_weigh(loss, weight * num_ranks))
                     clock.mark("backward_s")
             part = loss.detach() * weight
             total = part if total is None else total + part
@@ -80,3 +83,7 @@ def build_forward_backward(
             return objective(inputs, targets)
 
     return forward_backward
+
+
+def _weigh(loss: Tensor, weight: float) -> Tensor:
+    return loss if weight == 1.0 else loss * weight

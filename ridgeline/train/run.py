@@ -170,8 +170,10 @@ class _Log:
 def describe(training: Training) -> list[str]:
     """What a run is about to do, in a few lines."""
     model, machine, mesh = training.model_facts, training.machine_facts, training.mesh
-    count = f"{model.num_parameters / 1e6:.2f}M" if model.num_parameters >= 1e5 else str(
-        model.num_parameters
+    count = (
+        f"{model.num_parameters / 1e6:.2f}M"
+        if model.num_parameters >= 1e5
+        else str(model.num_parameters)
     )
     peak = machine.peak_flops.get(training.precision.name)
     rate = f", peak {peak / 1e12:.3g} TFLOP/s ({machine.peak_source})" if peak else ""

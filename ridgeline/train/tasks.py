@@ -41,7 +41,9 @@ def main_output(outputs: Any) -> Tensor:
     """The tensor a loss is taken of: the output, its `logits`, or the first of a tuple."""
     if isinstance(outputs, Tensor):
         return outputs
-    logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+    logits = (
+        outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+    )
     if isinstance(logits, Tensor):
         return logits
     if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
@@ -106,7 +108,7 @@ def _forecast_loss(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def _forecast_sums(outputs: Any, targets: Tensor) -> Sums:
-    error = (main_output(outputs).float() - targets.float()).square().sum()
+    error = (main_output(outputs).double() - targets.double()).square().sum()
     return {"rmse": _count(error, targets.numel())}
 
 

@@ -1,0 +1,36 @@
+# Every target sets itself up in .venv first; the second time that costs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+TORCH_FREE := ridgeline/errors.py ridgeline/layout.py ridgeline/typed.py ridgeline/config.py \
+	ridgeline/rundir.py ridgeline/facts.py ridgeline/launch ridgeline/report ridgeline/cli.py
+
+.PHONY: setup demo test check bench clean
+
+setup: $(READY)
+
+# torch goes first and alone, so that nothing else decides which build of it is taken.
+$(READY): pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[demo,images,report,models,dev]'
+	touch $(READY)
+
+demo: setup
+	$(BIN)/ridgeline train digits -n 2
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TORCH_FREE)
+	$(BIN)/python -m pytest tests/rules
+
+bench: setup
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
