@@ -13,13 +13,13 @@ from ridgeline.models.llama import Llama
 
 
 class Bytes(torch.utils.data.Dataset):
-    """Windows of 64 bytes, each with the bytes that follow one place on."""
+    """Windows of 32 bytes, each with the bytes that follow one place on."""
 
     def __init__(self, start, length):
         files = sorted(Path(os.__file__).parent.glob("*.py"))
         text = b"".join(file.read_bytes() for file in files)[start : start + length]
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        self.windows = tokens.unfold(0, 65, 64)
+        self.windows = tokens.unfold(0, 33, 32)
 
     def __len__(self):
         return len(self.windows)
@@ -35,12 +35,12 @@ def lm_loss(logits, targets):
 def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    dataset = Bytes(0, 98_000)
-    held_out = Bytes(100_000, 8_000)[:]
-    model = Llama("1m", vocab=256, width=64, depth=2, max_seq=64).to(device)
+    dataset = Bytes(0, 64_000)
+    held_out = Bytes(64_000, 16_000)[:]
+    model = Llama("1m", vocab=256, width=64, depth=2, max_seq=32).to(device)
     loader = torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95))
-    for epoch in range(3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    for epoch in range(2):
         for tokens, targets in loader:
             loss = lm_loss(model(tokens.to(device)), targets.to(device))
             optimizer.zero_grad()

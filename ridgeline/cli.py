@@ -51,6 +51,7 @@ def train(
 
     resolved = load_config(find_recipe(recipe), overrides or [])
     config = resolved.config
+    _require_torch()
     count = num_processes or _default_processes(config)
     _check_before_start(config, count)
     run = RunDir.create(out, config.name)
@@ -58,6 +59,16 @@ def train(
     _run_ranks(config, count, run)
     report = _write_report(run)
     typer.echo(f"run directory: {run.path}\nreport: {report}")
+
+
+def _require_torch() -> None:
+    """Everything but training works without torch; say so before a run directory is made."""
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "training needs torch, which is not installed here; pip install 'torch>=2.11,<2.14'"
+        ) from error
 
 
 def _default_processes(config: RunConfig) -> int:

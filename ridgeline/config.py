@@ -8,6 +8,8 @@ by the worker of every rank, so it needs no torch.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,19 @@ from ridgeline.layout import Layout, override_text
 from ridgeline.typed import build_typed, leaf_items, leaves, to_plain
 
 RECIPES = Path(__file__).parent / "recipes"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-3 as the number it is; YAML 1.1, which PyYAML follows, reads it as text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_Loader` would read as numbers."""
+
+
+_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+for _dialect in (_Loader, _Dumper):
+    _dialect.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 @dataclass(frozen=True)
@@ -177,6 +192,8 @@ _AT_LEAST: dict[str, float] = {
     "train.eval_every": 0,
     "train.eval_samples": 0,
     "optim.weight_decay": 0,
+    "optim.eps": 0,
+    "optim.momentum": 0,
     "schedule.warmup_steps": 0,
     "ddp.bucket_mb": 0.001,
     "log.every": 1,
@@ -221,7 +238,8 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
 
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML that `load_config` reads back to the same value."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    plain = to_plain(config)
+    return str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def show_config(resolved: Resolved) -> str:
@@ -244,12 +262,20 @@ def _show(
         dotted = f"{prefix}{key}"
         indent = "  " * depth
         if isinstance(value, dict) and value:
-            out.append(f"{indent}{key}:")
+            out.append(f"{indent}{_inline(key)}:")
             _show(value, f"{dotted}.", depth + 1, origin, out)
         else:
-            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()
-            text = text.removesuffix("\n...").removesuffix("...").strip()
-            out.append(f"{indent}{key}: {text}\t{_origin_of(dotted, origin)}")
+            text = f"{indent}{_inline(key)}: {_inline(value)}"
+            out.append(f"{text}\t{_origin_of(dotted, origin)}")
+
+
+def _inline(value: Any) -> str:
+    """A value as YAML on one line; only double quotes keep a text of several lines on one."""
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, default_style=style, width=math.inf
+    )
+    return str(text).strip().removesuffix("\n...")
 
 
 def _origin_of(dotted: str, origin: Mapping[str, str]) -> str:
@@ -268,13 +294,13 @@ def _origin_of_leaves(config: RunConfig, origin: Mapping[str, str]) -> dict[str,
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "not valid YAML"
         raise UsageError(f"{path}{where}: {problem}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not text, or a date that is none
         raise UsageError(f"cannot read the recipe {path}: {error}") from error
     if values is None:
         return {}
@@ -299,18 +325,18 @@ def _apply_override(values: dict[str, Any], text: str) -> str:
         values["layout"] = override_text(before, key.removeprefix("layout."), value_text, "layout")
         return "layout"
     try:
-        value = yaml.safe_load(value_text) if value_text.strip() else None
-    except yaml.YAMLError as error:
+        value = yaml.load(value_text, Loader=_Loader) if value_text.strip() else None
+    except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"override {text!r}: the value is not valid YAML") from error
     node: dict[str, Any] = values
     *parents, last = key.split(".")
     for parent in parents:
         below = node.get(parent)
-        if below is None:
-            below = node[parent] = {}
-        if not isinstance(below, dict):
+        if below is not None and not isinstance(below, dict):
             raise UsageError(f"override {text!r}: {parent} is a value, not a section")
-        node = below
+        # A copy, because a YAML alias is the same dictionary in another place.
+        node[parent] = dict(below or {})
+        node = node[parent]
     node[last] = value
     return key
 
@@ -323,8 +349,10 @@ def _check_values(config: RunConfig) -> None:
             raise unknown_word(key.split(".")[0], str(values[key]), known, key)
     for key, least in _AT_LEAST.items():
         value = values.get(key)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # also refuses a value that is no number
             raise UsageError(f"{key}={value} is too small; the least is {least:g}")
+    if not all(0 <= beta < 1 for beta in config.optim.betas):
+        raise UsageError(f"optim.betas={list(config.optim.betas)} are not both from 0 to below 1")
     for key in ("model.name", "data.source"):
         if not values[key]:
             raise UsageError(f"{key} is not set; every recipe names a model and a source")

@@ -32,7 +32,7 @@ def unknown_word(kind: str, word: str, known: Iterable[str], place: str) -> Usag
     """The error for a name that is not in a table: the value, where it stood, what would be right.
 
     >>> str(unknown_word("optimizer", "adamv", ["adam", "adamw", "sgd"], "optim.name"))
-    "unknown optimizer 'adamv' in optim.name; did you mean 'adamw'? (known: adam, adamw, sgd)"
+    "unknown optimizer 'adamv' in optim.name; did you mean 'adam'? (known: adam, adamw, sgd)"
     """
     names = sorted(known)
     guess = nearest_word(word, names)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ridgeline.errors import UsageError
 
@@ -110,6 +110,7 @@ class Event:
 
 
 Record = StepRecord | EvalRecord | RankRecord
+_T = TypeVar("_T")
 
 _KINDS: dict[str, type[StepRecord] | type[EvalRecord] | type[RankRecord]] = {
     "step": StepRecord,
@@ -133,10 +134,14 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
-def _known_fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Only the fields this version knows, so that a newer run directory can still be read."""
-    names = {f.name for f in dataclasses.fields(cls)}
-    return {key: value for key, value in values.items() if key in names}
+def _build(cls: type[_T], values: Mapping[str, Any]) -> _T | None:
+    """A record from the fields this version knows, so that a newer run directory can still be read;
+    None when one that it needs is missing."""
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    try:
+        return cls(**{key: value for key, value in values.items() if key in names})
+    except TypeError:
+        return None
 
 
 def _append_line(path: Path, value: Mapping[str, Any]) -> None:
@@ -217,9 +222,10 @@ class RunDir:
     def records(self) -> Iterator[Record]:
         """Every record of `metrics.jsonl`, in the order it was written."""
         for value in _read_lines(self.file(METRICS)):
-            cls = _KINDS.get(value.pop("kind", ""))
-            if cls is not None:
-                yield cls(**_known_fields(cls, value))
+            cls = _KINDS.get(str(value.pop("kind", "")))
+            record = _build(cls, value) if cls is not None else None
+            if record is not None:
+                yield record
 
     def steps(self) -> list[StepRecord]:
         return [r for r in self.records() if isinstance(r, StepRecord)]
@@ -233,7 +239,8 @@ class RunDir:
         return [newest[rank] for rank in sorted(newest)]
 
     def events(self) -> list[Event]:
-        return [Event(**_known_fields(Event, v)) for v in _read_lines(self.file(EVENTS))]
+        built = (_build(Event, value) for value in _read_lines(self.file(EVENTS)))
+        return [event for event in built if event is not None]
 
     def status(self) -> str:
         """How the run ended: its last closing event, or `running` (or killed) when there is none."""

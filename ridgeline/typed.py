@@ -131,7 +131,8 @@ def _expected(hint: Any) -> str:
     if hint is type(None):
         return "null"
     if typing.get_origin(hint) is dict:
-        return "a mapping"
+        _, item = typing.get_args(hint)
+        return "a mapping" if item is Any else "a mapping of names to numbers"
     if typing.get_origin(hint) is tuple:
         return "a list of numbers"
     return names.get(hint, str(hint))

@@ -76,7 +76,7 @@ def recorded_environment(environ: Mapping[str, str] | None = None) -> dict[str, 
         name: value
         for name, value in sorted(env.items())
         if (name in _RECORDED or name.startswith(_RECORDED_PREFIXES))
-        and not any(word in name for word in _SECRET_WORDS)
+        and not any(word in name.upper() for word in _SECRET_WORDS)
     }
     return {
         "python": sys.version.split()[0],

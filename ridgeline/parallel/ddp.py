@@ -124,8 +124,11 @@ def watch_last_gradient(model: nn.Module, call: Callable[[], None]) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def first_pass(parameter: nn.Parameter) -> None:
-        order.append(parameter)
-        if len(order) == len(parameters):
+        # With parameters that get no gradient, the pass is over when the next one begins.
+        begins_again = any(parameter is known for known in order)
+        if not begins_again:
+            order.append(parameter)
+        if begins_again or len(order) == len(parameters):
             for hook in hooks:
                 hook.remove()
             order[-1].register_post_accumulate_grad_hook(lambda _: call())

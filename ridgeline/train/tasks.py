@@ -166,7 +166,7 @@ def _user_loss(name: str) -> Loss:
     module_name, _, function_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UsageError(f"train.task={name}: {error}") from error
     if not callable(found):
         raise UsageError(f"train.task={name} is not a function of outputs and targets")

@@ -1,0 +1,120 @@
+"""The pairs of scripts in `examples/`: few lines differ, and the losses are the same.
+
+Within a pair, the parallel script on two processes repeats the one on a single process. Against the
+single-device script the CNN is equal step by step, because both read the data in the order it lies in;
+the others shuffle, in another order than torch's DataLoader, and end at the same loss.
+"""
+
+import ast
+import difflib
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAIRS = ("cnn", "llama", "transformers")
+NEEDS = {"cnn": "sklearn", "llama": "torch", "transformers": "transformers"}
+MAX_CHANGED_LINES = 5
+TIMEOUT_S = 120
+
+# The same arithmetic in another order of summation, float32, over some sixty steps.
+ACROSS_PROCESSES = 1e-4
+# Loss of the single-device script at the end: rel. difference allowed, and why.
+AGAINST_SINGLE = {
+    "cnn": 1e-5,  # the same batches
+    "llama": 0.05,  # another order of samples
+    "transformers": 0.05,
+}
+START = {"cnn": 2.3, "llama": 5.5, "transformers": 3.4}
+
+
+def code_lines(path):
+    """The script without its docstring and blank lines."""
+    text = path.read_text(encoding="utf-8")
+    docstring_end = ast.parse(text).body[0].end_lineno
+    return [line for line in text.splitlines()[docstring_end:] if line.strip()]
+
+
+def changed_lines(before, after):
+    """Lines that have to be written or deleted to get from one script to the other."""
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    return sum(
+        max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"
+    )
+
+
+@cache
+def losses(script, num_processes):
+    """Every loss a script prints, in order."""
+    command = [sys.executable]
+    if num_processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(num_processes)]
+    environment = {
+        **os.environ,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [*command, str(EXAMPLES / script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(value) for value in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+
+
+def single(pair):
+    pytest.importorskip(NEEDS[pair])
+    return losses(f"{pair}_single.py", 1)
+
+
+def parallel(pair, num_processes):
+    pytest.importorskip(NEEDS[pair])
+    return losses(f"{pair}_parallel.py", num_processes)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_at_most_five_lines_differ(pair):
+    before = code_lines(EXAMPLES / f"{pair}_single.py")
+    after = code_lines(EXAMPLES / f"{pair}_parallel.py")
+    assert 0 < changed_lines(before, after) <= MAX_CHANGED_LINES
+
+
+def test_every_example_has_its_pair():
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    assert scripts == {f"{pair}_{kind}.py" for pair in PAIRS for kind in ("single", "parallel")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+def test_two_processes_repeat_one(pair):
+    one, two = parallel(pair, 1), parallel(pair, 2)
+    assert len(two) == len(one)  # rank 1 prints nothing
+    assert two == pytest.approx(one, rel=ACROSS_PROCESSES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+def test_parallel_reaches_the_loss_of_single(pair):
+    alone, job = single(pair), parallel(pair, 1)
+    assert len(job) == len(alone)
+    assert job[-1] == pytest.approx(alone[-1], rel=AGAINST_SINGLE[pair])
+    assert alone[-1] < 0.7 * START[pair]
+
+
+@pytest.mark.slow
+def test_cnn_equals_single_step_by_step():
+    tolerance = AGAINST_SINGLE["cnn"]
+    assert parallel("cnn", 1) == pytest.approx(single("cnn"), rel=tolerance)
+    # Printed with six decimals, of which the last batch's small loss has four that count.
+    assert parallel("cnn", 2) == pytest.approx(single("cnn"), rel=tolerance, abs=2e-6)

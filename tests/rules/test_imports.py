@@ -1,0 +1,175 @@
+"""The house is laid out: a room imports only from rooms above it, and some rooms need no torch."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "ridgeline"
+
+# DESIGN's list, top to bottom. Rooms in one inner tuple stand side by side: they may not import
+# each other either.
+ROOMS: list[tuple[str, ...]] = [
+    ("errors",),
+    ("layout",),
+    ("typed",),
+    ("config",),
+    ("rundir",),
+    ("facts",),
+    ("launch",),
+    ("plan",),
+    ("machine",),
+    ("models",),
+    ("data",),
+    ("optim",),
+    ("parallel",),
+    ("checkpoint",),
+    ("train",),
+    ("doctor",),
+    ("verify",),
+    ("scaling", "search", "export", "report"),
+    ("compat",),
+    ("cli",),
+]
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+
+TORCH_FREE = (
+    "ridgeline",
+    "ridgeline.errors",
+    "ridgeline.layout",
+    "ridgeline.typed",
+    "ridgeline.config",
+    "ridgeline.rundir",
+    "ridgeline.facts",
+    "ridgeline.launch.env",
+    "ridgeline.launch.local",
+    "ridgeline.report.build",
+    "ridgeline.cli",
+)
+
+# Run before anything else: makes every import of torch fail, as on a login node without it.
+NO_TORCH = """
+import sys
+class _NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, _NoTorch())
+"""
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file names in its imports, inside functions as well."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module]
+            if node.module == "ridgeline":
+                names = [f"ridgeline.{alias.name}" for alias in node.names]
+        rooms |= {n.split(".")[1] for n in names if n.startswith("ridgeline.")}
+    return rooms
+
+
+SOURCES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem != "__init__")
+
+
+def test_every_room_is_on_the_list() -> None:
+    assert {room_of(path) for path in SOURCES} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_upwards(path: Path) -> None:
+    own = room_of(path)
+    for room in imported_rooms(path) - {own, "__version__"}:
+        assert room in LEVEL, f"{path.name} imports the unknown room {room}"
+        assert LEVEL[room] < LEVEL[own], f"{own} may not import {room}: it stands below or beside it"
+
+
+def test_models_say_nothing_of_parallelism() -> None:
+    words = ("distributed", "DeviceMesh", "world_size", "all_reduce", "process_group")
+    for path in (PACKAGE / "models").rglob("*.py"):
+        found = [word for word in words if word in path.read_text()]
+        assert not found, f"{path.name} speaks of {found}"
+
+
+def test_step_does_not_ask_which_technique() -> None:
+    tree = ast.parse((PACKAGE / "train" / "step.py").read_text())
+    assert not [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
+
+
+def test_environment_is_read_in_one_room() -> None:
+    for path in SOURCES:
+        if room_of(path) == "launch":
+            continue
+        text = path.read_text()
+        assert "os.environ" not in text and "getenv" not in text, f"{path} reads the environment"
+
+
+def test_files_are_of_readable_length() -> None:
+    for path in SOURCES:
+        assert len(path.read_text().splitlines()) <= 600, f"{path} holds more than one thing"
+
+
+def test_public_names_are_few_and_there() -> None:
+    import ridgeline
+
+    assert len(ridgeline.__all__) <= 8
+    for name in ridgeline.__all__:
+        assert getattr(ridgeline, name) is not None
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_imports_without_torch(module: str) -> None:
+    code = f"{NO_TORCH}\nimport {module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("args", [["--help"], ["config", "show", "digits"], ["recipes"]])
+def test_commands_run_without_torch(args: list[str]) -> None:
+    code = f"{NO_TORCH}\nimport sys\nsys.argv = ['ridgeline', *{args!r}]\n"
+    code += "from ridgeline.cli import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_training_without_torch_is_one_sentence(tmp_path: Path) -> None:
+    code = f"{NO_TORCH}\nimport sys\nsys.argv = ['ridgeline', 'train', 'digits', '-n', '1']\n"
+    code += "from ridgeline.cli import main\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "torch" in done.stderr
+
+
+def test_help_is_quick() -> None:
+    command = [sys.executable, "-m", "ridgeline.cli", "--help"]
+    times = []
+    for _ in range(5):
+        start = time.process_time_ns(), time.perf_counter()
+        subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+        times.append(time.perf_counter() - start[1])
+    # The best of five: what the command needs, not what else the machine is doing.
+    assert min(times) < 0.4, f"ridgeline --help took {statistics.median(times):.2f} s"

@@ -1,0 +1,96 @@
+"""What a sample costs, against formulas worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ridgeline.facts import ModelFacts, facts_from_dict
+from ridgeline.models import build_model
+from ridgeline.models.count import count_model
+from ridgeline.train.tasks import TASKS
+
+
+def count(model: nn.Module, inputs: Tensor, task: str, targets: Tensor, **units: object) -> ModelFacts:
+    loss = TASKS[task].loss
+    return count_model("m", model, inputs, targets, lambda m, x, y: loss(m(x), y), **units)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_an_mlp_costs_six_flops_a_weight_less_the_gradient_of_its_input(batch: int) -> None:
+    with torch.device("meta"):
+        model = build_model("mlp", in_features=20, hidden=30, depth=2, out_features=7)
+        facts = count(
+            model, torch.zeros(batch, 20), "classify", torch.zeros(batch, dtype=torch.int64)
+        )
+    first, weights = 20 * 30, 20 * 30 + 30 * 30 + 30 * 7
+    assert facts.forward_flops_per_sample == 2 * weights
+    assert facts.train_flops_per_sample == 6 * weights - 2 * first
+    assert facts.num_parameters == facts.num_trainable == weights + 30 + 30 + 7
+    assert facts.parameter_bytes == 4 * facts.num_parameters
+    assert facts.flops_source == "counted"
+    assert facts.sample_shape == (20,)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_llama_with_its_attention(kv_heads: int) -> None:
+    width, depth, ffn, vocab, seq = 64, 3, 96, 100, 32
+    with torch.device("meta"):
+        model = build_model("llama", vocab=vocab, width=width, depth=depth, heads=4,
+                            kv_heads=kv_heads, ffn=ffn, max_seq=seq)  # fmt: skip
+        tokens = torch.zeros(2, seq, dtype=torch.int64)
+        facts = count(model, tokens, "causal_lm", tokens, unit="tokens", units_per_sample=seq)
+    layer = 2 * width * width + 2 * width * (kv_heads * 16) + 3 * width * ffn
+    matrices = depth * layer + width * vocab
+    # Scores and their use, each 2 T^2 D; causal masks are not counted as savings, as is usual.
+    attention = depth * 4 * seq * seq * width
+    assert facts.flops_source == "counted"
+    assert facts.forward_flops_per_sample == 2 * matrices * seq + attention
+    assert facts.train_flops_per_sample == 3 * (2 * matrices * seq + attention)
+    assert (facts.unit, facts.units_per_sample) == ("tokens", seq)
+
+
+def test_a_convolution_costs_its_kernel_at_every_output() -> None:
+    with torch.device("meta"):
+        model = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)
+        facts = count(model, torch.zeros(2, 3, 16, 16), "forecast", torch.zeros(2, 8, 8, 8))
+    assert facts.forward_flops_per_sample == 2 * (3 * 8 * 9) * (8 * 8)
+
+
+def test_frozen_weights_cost_no_gradient() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 7, bias=False))
+        model[0].requires_grad_(False)
+        facts = count(model, torch.zeros(2, 20), "classify", torch.zeros(2, dtype=torch.int64))
+    assert facts.num_trainable == 210
+    assert facts.train_flops_per_sample == 2 * (600 + 210) + 2 * 210
+
+
+class Moody(nn.Module):
+    """What it computes depends on the values it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 7), nn.Linear(20, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x) if x.sum() > 0 else self.b(x)
+        return out
+
+
+@pytest.mark.parametrize("units", [1, 16])
+def test_what_cannot_run_on_meta_is_estimated(units: int) -> None:
+    with torch.device("meta"):
+        targets = torch.zeros(4, dtype=torch.int64)
+        facts = count(Moody(), torch.zeros(4, 20), "classify", targets, units_per_sample=units)
+    assert facts.flops_source == "6N"
+    assert facts.num_parameters == 294
+    assert facts.train_flops_per_sample == 6 * 294 * units
+    assert facts.forward_flops_per_sample == 2 * 294 * units
+
+
+def test_facts_come_back_from_json() -> None:
+    facts = ModelFacts("m", 3, 3, 12, 18.0, 6.0, "6N", (3, 4), 5, "tokens")
+    values = {**facts.to_dict(), "sample_shape": [3, 4], "of a newer version": 1}
+    assert facts_from_dict(ModelFacts, values) == facts

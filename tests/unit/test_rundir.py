@@ -1,0 +1,200 @@
+"""The run directory: what was written comes back, whatever happened to the writer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ridgeline.errors import UsageError
+from ridgeline.rundir import (
+    CONFIG,
+    EVENTS,
+    LOGS,
+    METRICS,
+    EvalRecord,
+    Event,
+    RankRecord,
+    RunDir,
+    StepRecord,
+)
+
+STEP = StepRecord(3, 0, 12.5, 0.25, 1e-3, 64, 0.5, 0.1, 0.0, 0.1, 0.2, 0.05, 0.05, 1.5, 0.3, 2**40)
+EVAL = EvalRecord(3, 0, 13.0, 100, 0.25, {"loss": 0.5, "accuracy": 0.9})
+RANK = RankRecord(1, "node1", "cuda:1", 10, 0.1, 0.2, {"data_s": 0.01}, 1024)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, "test")
+
+
+def add_line(run: RunDir, text: str, name: str = METRICS) -> None:
+    with run.file(name).open("a") as file:
+        file.write(text)
+
+
+def step_line(**changes: object) -> dict[str, object]:
+    line: dict[str, object] = {"kind": "step", "step": 4, "epoch": 0, "time": 1.0, "loss": 2.0}
+    return {**line, "lr": 0.1, "num_samples": 8, "step_s": 0.5, **changes}
+
+
+def test_records_come_back_as_they_were_and_in_order(run: RunDir) -> None:
+    records = [STEP, EVAL, RANK, STEP]
+    for record in records:
+        run.append(record)
+    assert list(run.records()) == records
+    assert run.steps() == [STEP, STEP]
+    assert run.evals() == [EVAL]
+    assert run.ranks() == [RANK]
+
+
+def test_a_run_without_records_has_none(run: RunDir) -> None:
+    assert list(run.records()) == run.events() == []
+
+
+def test_the_newest_record_of_a_rank_counts(run: RunDir) -> None:
+    for rank, steps in [(1, 10), (0, 10), (1, 20)]:
+        run.append(RankRecord(rank, "h", "cpu", steps, 0.1, 0.1))
+    assert [(r.rank, r.num_steps) for r in run.ranks()] == [(0, 10), (1, 20)]
+
+
+def test_losses_that_are_no_numbers_survive(run: RunDir) -> None:
+    for loss in (math.nan, math.inf, -math.inf):
+        run.append(StepRecord(1, 0, 0.0, loss, 0.1, 8, 0.5))
+    nan, inf, minus = (record.loss for record in run.steps())
+    assert math.isnan(nan)
+    assert (inf, minus) == (math.inf, -math.inf)
+
+
+def test_a_last_line_cut_off_at_any_byte_loses_only_itself(run: RunDir) -> None:
+    run.append(STEP)
+    whole = run.file(METRICS).read_bytes()
+    for cut in range(len(whole) - 1):
+        run.file(METRICS).write_bytes(whole + whole[:cut])
+        assert run.steps() == [STEP], cut
+
+
+def test_fields_and_kinds_of_a_newer_version_are_passed_over(run: RunDir) -> None:
+    add_line(run, json.dumps(step_line(energy_j=5.0)) + "\n")
+    add_line(run, json.dumps({"kind": "energy", "joules": 5.0}) + "\n")
+    add_line(run, json.dumps({"time": 1.0, "event": "end", "host": "n"}) + "\n", EVENTS)
+    assert list(run.records()) == [StepRecord(4, 0, 1.0, 2.0, 0.1, 8, 0.5)]
+    assert run.events() == [Event(1.0, "end", {})]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {k: v for k, v in step_line().items() if k != "loss"},
+        {"kind": "eval", "step": 1},
+        {"kind": "rank"},
+        {"kind": ["step"]},
+        {"kind": None},
+        {},
+        [],
+        3,
+        None,
+    ],
+)
+def test_a_line_that_lacks_what_a_record_needs_is_passed_over(run: RunDir, line: object) -> None:
+    run.append(STEP)
+    add_line(run, json.dumps(line) + "\n")
+    run.append(EVAL)
+    assert list(run.records()) == [STEP, EVAL]
+
+
+def test_events_that_lack_a_field_or_are_garbage_are_passed_over(run: RunDir) -> None:
+    run.add_event("start", layout="dp=2")
+    add_line(run, '{"event": "failed"}\n{"time": 1}\n\x00\xff\n\n', EVENTS)
+    run.add_event("end", steps=3)
+    assert [(e.event, e.details) for e in run.events()] == [
+        ("start", {"layout": "dp=2"}),
+        ("end", {"steps": 3}),
+    ]
+
+
+def test_lines_of_several_processes_stay_whole(run: RunDir) -> None:
+    program = (
+        "import sys; from pathlib import Path; from ridgeline.rundir import *\n"
+        "run, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2])\n"
+        "metrics = {f'{rank}-{i}': float(i) for i in range(1000)}\n"
+        "for step in range(150): run.append(EvalRecord(step, rank, 0.0, 1, 0.0, metrics))\n"
+    )
+    command = [sys.executable, "-c", program, str(run.path)]
+    writers = [subprocess.Popen([*command, str(rank)]) for rank in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    lines = run.file(METRICS).read_text().splitlines()
+    assert len(lines) == 450
+    seen: list[list[int]] = [[], [], []]
+    for record in run.evals():
+        assert set(record.metrics) == {f"{record.epoch}-{i}" for i in range(1000)}
+        seen[record.epoch].append(record.step)
+    assert seen == [list(range(150))] * 3
+
+
+@pytest.mark.parametrize(
+    ("events", "status"),
+    [
+        ([], "running"),
+        (["start"], "running"),
+        (["start", "end"], "finished"),
+        (["start", "failed"], "failed"),
+        (["start", "interrupted"], "interrupted"),
+        (["start", "failed", "start", "end", "note"], "finished"),
+    ],
+)
+def test_status_is_the_last_closing_event(run: RunDir, events: list[str], status: str) -> None:
+    for event in events:
+        run.add_event(event)
+    assert run.status() == status
+
+
+def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path: Path) -> None:
+    root = tmp_path / "not" / "there" / "yet"
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda _: RunDir.create(root, "same"), range(40)))
+    assert len({run.path for run in runs}) == 40
+    assert all(run.path.parent == root for run in runs)
+    assert all(run.path.name.startswith("same-") for run in runs)
+    assert all((run.path / LOGS).is_dir() for run in runs)
+
+
+def test_only_what_holds_a_configuration_opens(run: RunDir) -> None:
+    with pytest.raises(UsageError, match=f"{run.path} is not a run directory.*{CONFIG}"):
+        RunDir.open(run.path)
+    run.write_text(CONFIG, "name: x\n")
+    assert RunDir.open(run.path) == run
+    for wrong in (run.path / "gone", run.file(CONFIG)):
+        with pytest.raises(UsageError, match=f"no run directory at {wrong}"):
+            RunDir.open(wrong)
+
+
+def test_a_root_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/ridgeline")):
+        with pytest.raises(UsageError, match=rf"under {root} \(.+\).*--out DIR"):
+            RunDir.create(root, "x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_root_without_permission_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match=r"Permission denied.*--out DIR"):
+        RunDir.create(tmp_path, "x")
+
+
+def test_a_failed_write_leaves_the_old_file(run: RunDir) -> None:
+    run.write_json("facts.json", {"a": 1})
+    with pytest.raises(TypeError):
+        run.write_json("facts.json", {"a": object()})
+    with pytest.raises(UnicodeEncodeError):
+        run.write_text("facts.json", "{" * 100_000 + "\ud800")
+    assert run.read_json("facts.json") == {"a": 1}
+    assert run.read_json("other.json") is None
