@@ -99,7 +99,8 @@ class Job:
     def mean(self, value: Tensor | float) -> float:
         """Mean over the ranks of a value that is itself a mean over the batch at hand.
 
-        Exact for uneven batches too: each rank counts for the samples it really had.
+        Exact for uneven batches too: each rank counts for the samples it really had. That holds
+        inside the loop over a `loader`; after it there is no batch at hand and ranks count alike.
         """
         number = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
         total = self._mesh.sum_over_data(number * self._share.scale)
@@ -157,7 +158,8 @@ class JobLoader:
             num_workers=workers,
             collate_fn=collate,
             pin_memory=mesh.device.type == "cuda",
-            generator=torch.Generator(),  # leaves the generator of the user's dropout alone
+            # Seeds the workers, apart on each rank; leaves the generator of the user's dropout alone.
+            generator=torch.Generator().manual_seed(seed * 1_000_003 + mesh.data_rank),
         )
 
     def __len__(self) -> int:

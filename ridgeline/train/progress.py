@@ -51,23 +51,27 @@ class Lines:
 
     def __init__(self, num_steps: int, facts: ModelFacts) -> None:
         self._num_steps, self._facts = num_steps, facts
-        self._began = self._last = time.monotonic()
-        self._first_step: int | None = None
+        self._last: float | None = None
+        # Records come a window at a time, so the time left follows from what they say themselves.
+        # The first step is left out: it may have compiled the model.
+        self._num_timed, self._timed_s = 0, 0.0
 
     def step(self, record: StepRecord) -> None:
         now = time.monotonic()
-        if self._first_step is None:
-            self._first_step = record.step
-        elif now - self._last < _LINE_EVERY_S and record.step < self._num_steps:
-            return
+        if self._last is not None:
+            self._num_timed += 1
+            self._timed_s += record.step_s
+            if now - self._last < _LINE_EVERY_S and record.step < self._num_steps:
+                return
         self._last = now
-        done = record.step - self._first_step
-        left = (self._num_steps - record.step) * (now - self._began) / done if done else 0.0
+        done = self._num_timed
+        left = (self._num_steps - record.step) * self._timed_s / done if done else 0.0
         eta = f"  ETA {left:.0f} s" if done else ""
         text = f"step {record.step}/{self._num_steps}  {describe_step(record, self._facts)}{eta}"
         print(text, flush=True)
 
     def evaluation(self, record: EvalRecord) -> None:
+        self._timed_s += record.seconds
         print(describe_eval(record), flush=True)
 
     def note(self, text: str) -> None:

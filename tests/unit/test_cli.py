@@ -40,7 +40,7 @@ def command(monkeypatch, capsys, tmp_path):
 def make_run(path: Path, loss: float) -> RunDir:
     path.mkdir()
     run = RunDir(path)
-    run.write_text(CONFIG, f"train: {{lr: {loss}}}\n")
+    run.write_text(CONFIG, f"train:\n  lr: {loss}\n")
     run.add_event("start")
     for step in range(1, 6):
         run.append(StepRecord(step, 0, 1000.0 + step, loss / step, 0.1, 8, 0.5))

@@ -310,7 +310,9 @@ AWKWARD = {
 
 @pytest.mark.parametrize("show", [False, True])
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_survives_being_written_and_read(tmp_path: Path, name: str, show: bool) -> None:
+def test_every_recipe_survives_being_written_and_read(
+    tmp_path: Path, name: str, show: bool
+) -> None:
     resolved = load_config(RECIPES / f"{name}.yaml")
     text = show_config(resolved) if show else dump_config(resolved.config)
     assert load(tmp_path, text).config == resolved.config
@@ -373,7 +375,7 @@ def test_recipes_are_found_by_name_and_by_path(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(MINIMAL)
     assert find_recipe(str(mine)) == mine
-    with pytest.raises(UsageError, match="'digit'.*did you mean 'digits'"):
+    with pytest.raises(UsageError, match=r"'digit'.*did you mean 'digits'"):
         find_recipe("digit")
     for gone in (tmp_path / "gone.yaml", tmp_path):
         with pytest.raises(UsageError, match=f"no recipe file at {gone}.*digits"):

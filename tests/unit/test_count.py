@@ -12,7 +12,9 @@ from ridgeline.models.count import count_model
 from ridgeline.train.tasks import TASKS
 
 
-def count(model: nn.Module, inputs: Tensor, task: str, targets: Tensor, **units: object) -> ModelFacts:
+def count(
+    model: nn.Module, inputs: Tensor, task: str, targets: Tensor, **units: object
+) -> ModelFacts:
     loss = TASKS[task].loss
     return count_model("m", model, inputs, targets, lambda m, x, y: loss(m(x), y), **units)
 

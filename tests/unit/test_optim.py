@@ -54,7 +54,7 @@ def test_a_run_of_one_step_trains_at_the_full_rate(name: str) -> None:
 
 
 def test_wrong_schedules() -> None:
-    with pytest.raises(UsageError, match="'cosin'.*'cosine'"):
+    with pytest.raises(UsageError, match=r"'cosin'.*'cosine'"):
         build_schedule(ScheduleConfig("cosin"), 10, 10)
     with pytest.raises(UsageError, match=r"warmup_steps=10 .* 10 steps; use at most 9"):
         build_schedule(ScheduleConfig(warmup_steps=10), 10, 10)

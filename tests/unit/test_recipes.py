@@ -31,7 +31,13 @@ SHRUNK = {
         "model.args.depth=1",
     ],
 }
-TINY_RUN = ["train.steps=2", "train.batch=4", "train.eval_samples=4", "device=cpu"]
+TINY_RUN = [
+    "train.steps=2",
+    "schedule.warmup_steps=1",
+    "train.batch=4",
+    "train.eval_samples=4",
+    "device=cpu",
+]
 EVERY = pytest.mark.parametrize("name", recipe_names())
 
 

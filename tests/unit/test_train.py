@@ -249,7 +249,7 @@ def test_a_run_that_diverges_is_stopped(tmp_path: Path) -> None:
     ("overrides", "said"),
     [
         (["train.batch=6", "layout=accumulate=4"], r"train\.batch=6 .*train\.batch=4 or 8"),
-        (["train.batch=65", "data.drop_last=true"], r"fewer samples than train\.batch=65"),
+        (["train.batch=65", "data.drop_last=true"], "64 samples .*no whole batch of 65"),
         (["train.target.acuracy=0.9"], "did you mean 'accuracy'"),
         (["train.task=clasify"], "did you mean 'classify'"),
         (["schedule.warmup_steps=6"], "warmup_steps=6"),
@@ -326,7 +326,7 @@ def test_the_recorded_rate_follows_schedule_and_batch_rule(tmp_path: Path) -> No
 
 def test_a_rate_of_zero_changes_no_weight(tmp_path: Path) -> None:
     _, run = run_here(tmp_path, "train.lr=0", "train.batch=64")
-    assert len({r.loss for r in run.steps()}) == 1 or np.ptp([r.loss for r in run.steps()]) < 1e-6
+    assert np.ptp([r.loss for r in run.steps()]) < 1e-6
 
 
 def test_times_and_mfu_of_each_step_add_up(tmp_path: Path) -> None:
@@ -397,7 +397,9 @@ def test_tensorboard_gets_what_the_records_say(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     _, run = run_here(tmp_path, "log.tensorboard=yes", "train.clip=1")
     scalars = scalars_of(run)
-    assert {"train/lr", "train/grad_norm", "speed/mfu", "time/step_s", "time/comm_s"} <= set(scalars)
+    assert {"train/lr", "train/grad_norm", "speed/mfu", "time/step_s", "time/comm_s"} <= set(
+        scalars
+    )
     assert [step for step, _ in scalars["train/loss"]] == [1, 2, 3, 4, 5, 6]
     found = [value for _, value in scalars["train/loss"]]
     assert found == pytest.approx([r.loss for r in run.steps()])
@@ -457,13 +459,17 @@ def test_time_left_whatever_the_window_and_the_first_step(
     assert "1,024 tokens/s" in found[1]
 
 
-def test_time_left_counts_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_left_counts_evaluations(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     lines = progress.Lines(21, FACTS)
     lines.step(step_of(1))
     for step in range(2, 12):
         lines.step(step_of(step))
     lines.evaluation(EvalRecord(11, 0, 0.0, 8, 10.0, {"loss": 1.0}))
     capsys.readouterr()
-    lines._last -= 100.0
+    now += 100.0
     lines.step(step_of(12))
     assert "ETA 17 s" in capsys.readouterr().out  # 9 steps at (11 + 10) / 11 s
