@@ -109,7 +109,10 @@ def _plans(
         members = order[step * batch : (step + 1) * batch]
         parts, weights = [], []
         for micro in range(accumulate):
-            low, high = piece_bounds(len(members), micro * world + rank, accumulate * world)
+            # Microbatches first, then ranks: what is in a microbatch depends on no other field, so
+            # that statistics over a microbatch (batch norm) do not either.
+            first, last = piece_bounds(len(members), micro, accumulate)
+            low, high = (first + bound for bound in piece_bounds(last - first, rank, world))
             # A copy: a view would keep the whole epoch's order alive, and pickle with it.
             parts.append(members[low:high].copy() if high > low else members[:1].copy())
             weights.append(float(high - low))

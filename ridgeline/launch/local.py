@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -77,8 +78,7 @@ def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: in
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent reports failures itself in many lines; the one line this file makes of them is enough.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _quiet_agent()
     with tempfile.TemporaryDirectory(prefix="ridgeline-agent-") as scratch:
         environment = {
             # With gloo, restarted ranks would otherwise read stale addresses from the agent's store.
@@ -114,6 +114,16 @@ def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: in
             _keep_logs(Path(scratch), log_dir)
 
 
+def _quiet_agent() -> None:
+    """The agent reports failures in many lines; the one this file makes of them is enough.
+
+    Its loggers have levels of their own, so each has to be told, after torch made them.
+    """
+    for name in list(logging.Logger.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _raise_first(error: Any, log_dir: Path) -> None:
     """Turn the agent's account of dead processes, and the ranks' own, into one error."""
     failures: list[RankFailure] = []
@@ -122,9 +132,10 @@ def _raise_first(error: Any, log_dir: Path) -> None:
         if own.exists():
             failures.append(RankFailure(**json.loads(own.read_text(encoding="utf-8"))))
         elif failure.exitcode < 0:
-            failures.append(
-                RankFailure(rank, failure.timestamp, f"was killed by {failure.signal_name()}")
-            )
+            text = f"was killed by {failure.signal_name()}"
+            # The agent itself ends the others with SIGTERM once one has failed.
+            echo = failure.exitcode == -signal.SIGTERM
+            failures.append(RankFailure(rank, failure.timestamp, text, echo=echo))
         else:
             text = f"ended with exit code {failure.exitcode}"
             failures.append(RankFailure(rank, failure.timestamp, text))

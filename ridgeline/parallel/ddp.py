@@ -97,6 +97,7 @@ def apply_ddp(
 ) -> nn.Module:
     """Wrap `model`; weights and buffers of rank 0 are sent to the others as this returns."""
     assert mesh.data_group is not None
+    _spare_constants(model, mesh)
     return Replicated(
         model,
         share,
@@ -106,6 +107,18 @@ def apply_ddp(
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
     )
+
+
+def _spare_constants(model: nn.Module, mesh: Mesh) -> None:
+    """Send buffers that are no state (rotary tables, masks) once, not before every forward pass.
+
+    Batch-norm statistics and other buffers of the state dict go on being rank 0's in every step.
+    """
+    kept = set(model.state_dict())
+    constants = {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+    for buffer in constants.values():
+        torch.distributed.broadcast(buffer, group_src=0, group=mesh.data_group)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(constants))
 
 
 def skip_reduction(model: nn.Module) -> AbstractContextManager[None]:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ridgeline.data.loader import Batch
@@ -41,8 +40,12 @@ def build_forward_backward(
     num_ranks: int,
     clock: Clock,
     kernels: Callable[[], AbstractContextManager[None]],
+    begin: Callable[[], None],
 ) -> ForwardBackward:
-    """Forward and backward over this rank's microbatches, reducing gradients in the last one only."""
+    """Forward and backward over this rank's microbatches, reducing gradients in the last one only.
+
+    `kernels` is a context for the forward pass; `begin` is called before anything else in a step.
+    """
     exposed = [False]
     if isinstance(objective, Replicated):
 
@@ -53,8 +56,7 @@ def build_forward_backward(
         watch_last_gradient(objective, last_gradient)
 
     def forward_backward(batch: Batch, clock: Clock) -> Tensor:
-        # Tells captured CUDA graphs, where there are any, that last step's outputs are done with.
-        torch.compiler.cudagraph_mark_step_begin()
+        begin()
         total: Tensor | None = None
         last = len(batch.inputs) - 1
         parts = zip(batch.inputs, batch.targets, batch.counts, strict=True)

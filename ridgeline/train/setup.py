@@ -111,7 +111,7 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
         eval_loader=eval_loader,
         to_device=_build_to_device(config, device),
         forward_backward=build_forward_backward(
-            objective, precision, share, mesh.data_size, clock, kernels
+            objective, precision, share, mesh.data_size, clock, kernels, _step_begin(layout)
         ),
         update=build_update(optimizer, parameters, config.train.clip, precision.scaler),
         clock=clock,
@@ -239,6 +239,13 @@ def _build_loaders(
     if not len(eval_source):
         return loader, None
     return loader, Loader(eval_source, batch=train.batch, shuffle=False, **shared)
+
+
+def _step_begin(layout: Layout) -> Callable[[], None]:
+    """Captured CUDA graphs have to hear that the outputs of the step before are done with."""
+    if layout.graphs:
+        return torch.compiler.cudagraph_mark_step_begin
+    return lambda: None
 
 
 def _kernel_choice(device: torch.device) -> Callable[[], AbstractContextManager[None]]:

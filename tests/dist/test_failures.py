@@ -260,11 +260,6 @@ class _Death:
         return signal.Signals(-self.exitcode).name
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="launch/local.py takes a rank that the agent ended with SIGTERM for a cause, and whole "
-    "seconds put it before the failure that the agent ended it for",
-)
 def test_a_rank_ended_by_the_agent_is_not_the_cause(tmp_path: Path) -> None:
     write_failure(tmp_path, 1, 100.9, UsageError("train.batch=7 is wrong"), "")
     deaths = {0: _Death(-signal.SIGTERM, 100), 1: _Death(2, 100)}
@@ -305,11 +300,6 @@ def test_control_c_ends_every_rank_and_keeps_the_run(interrupted: Ended) -> None
     assert [record.step for record in run.steps()] == list(range(1, len(run.steps()) + 1))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="launch/local.py silences the logger torch.distributed.elastic, but those below it have "
-    "levels of their own, and the agent's 'Received 2 death signal' gets through",
-)
 def test_control_c_prints_one_error(interrupted: Ended) -> None:
     assert_one_error(interrupted, 1)
 

@@ -62,11 +62,13 @@ def run_here(tmp_path: Path, *overrides: str) -> tuple[Summary, RunDir]:
 
 @pytest.mark.parametrize("layout", ["", "accumulate=4"])
 def test_a_run_is_the_loop_one_would_write_by_hand(tmp_path: Path, layout: str) -> None:
+    """The whole set is one batch, of 62 samples that four microbatches share unevenly."""
     full = ["train.batch=64", "train.steps=5", "optim.momentum=0.9", "train.clip=0.3"]
+    full.append("data.args.samples=62")
     summary, run = run_here(tmp_path, *full, "model.dtype=float64", f"layout={layout}")
     config = config_of(*full)
     source, _ = build_sources(config.data.source, config.data.args, config.train.seed)
-    inputs, targets = source.fetch(np.arange(64), 0)
+    inputs, targets = source.fetch(np.arange(62), 0)
     torch.manual_seed(config.train.seed)
     model = build_model("mlp", **config.model.args).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
