@@ -7,7 +7,6 @@ The user's module stays as it is inside; its parameters and state-dict keys are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,12 +38,11 @@ def build_forward_backward(
     share: Share,
     num_ranks: int,
     clock: Clock,
-    kernels: Callable[[], AbstractContextManager[None]],
     begin: Callable[[], None],
 ) -> ForwardBackward:
     """Forward and backward over this rank's microbatches, reducing gradients in the last one only.
 
-    `kernels` is a context for the forward pass; `begin` is called before anything else in a step.
+    `begin` is called before anything else in a step.
     """
     exposed = [False]
     if isinstance(objective, Replicated):
@@ -81,7 +79,7 @@ def build_forward_backward(
         return total
 
     def _forward(objective: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
-        with precision.autocast(), kernels():
+        with precision.autocast():
             return objective(inputs, targets)
 
     return forward_backward

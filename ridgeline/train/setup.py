@@ -7,7 +7,6 @@ technique is in use. Called by `run.py` and by benchmarks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -97,7 +96,6 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
     )
     optimizer = build_optimizer(model, config.optim, rate)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    kernels = _kernel_choice(device)
     # Dropout differs between ranks, which hold different samples; weights were made before this.
     torch.manual_seed(config.train.seed * 1_000_003 + mesh.data_rank)
     return Training(
@@ -111,7 +109,7 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
         eval_loader=eval_loader,
         to_device=_build_to_device(config, device),
         forward_backward=build_forward_backward(
-            objective, precision, share, mesh.data_size, clock, kernels, _step_begin(layout)
+            objective, precision, share, mesh.data_size, clock, _step_begin(layout)
         ),
         update=build_update(optimizer, parameters, config.train.clip, precision.scaler),
         clock=clock,
@@ -246,18 +244,3 @@ def _step_begin(layout: Layout) -> Callable[[], None]:
     if layout.graphs:
         return torch.compiler.cudagraph_mark_step_begin
     return lambda: None
-
-
-def _kernel_choice(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Which attention kernel to prefer: cuDNN's is the fastest on Hopper and later."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
-        return nullcontext
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    return lambda: sdpa_kernel(order, set_priority=True)
