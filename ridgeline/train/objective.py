@@ -7,6 +7,7 @@ The user's module stays as it is inside; its parameters and state-dict keys are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,26 +62,18 @@ def build_forward_backward(
         for index, (inputs, targets, count) in enumerate(parts):
             share.num_real = count
             weight = count / batch.num_global
-            if index == last:
-                loss = _forward(objective, inputs, targets)
+            reduces = index == last
+            with nullcontext() if reduces else skip_reduction(objective):
+                with precision.autocast():
+                    loss = objective(inputs, targets)
                 clock.mark("forward_s")
                 exposed[0] = False
                 precision.backward(_weigh(loss, weight * num_ranks))
-                clock.mark("comm_s" if exposed[0] else "backward_s")
-            else:
-                with skip_reduction(objective):
-                    loss = _forward(objective, inputs, targets)
-                    clock.mark("forward_s")
-                    precision.backward(_weigh(loss, weight * num_ranks))
-                    clock.mark("backward_s")
+                clock.mark("comm_s" if reduces and exposed[0] else "backward_s")
             part = loss.detach() * weight
             total = part if total is None else total + part
         assert total is not None
         return total
-
-    def _forward(objective: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
-        with precision.autocast():
-            return objective(inputs, targets)
 
     return forward_backward
 

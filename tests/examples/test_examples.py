@@ -1,8 +1,8 @@
 """The pairs of scripts in `examples/`: few lines differ, and the losses are the same.
 
-Within a pair, the parallel script on two processes repeats the one on a single process. Against the
-single-device script the CNN is equal step by step, because both read the data in the order it lies in;
-the others shuffle, in another order than torch's DataLoader, and end at the same loss.
+Within a pair, the parallel script on two processes repeats the one on a single process. Against
+the single-device script the CNN is equal step by step, because both read the data in the order it
+lies in; the others shuffle, in another order than torch's DataLoader, and end at the same loss.
 """
 
 import ast

@@ -5,8 +5,8 @@ initial weights changes. Where that is what you meant, make them anew and commit
 
     python tests/golden/make.py
 
-Run as a script to write them, and by `test_losses.py` to compare. One thread, one process, and no data
-that differs between installations: the language model reads a text that is made here.
+Run as a script to write them, and by `test_losses.py` to compare. One thread, one process, no
+dropout, and no data that differs between installations: the language model reads a text made here.
 """
 
 import json
