@@ -6,7 +6,7 @@ Public names, each imported when it is first used, so that `import ridgeline` ne
     Job           rank, device, parallelize(model), loader(dataset, ...), mean(value)
     Layout        the parallel arrangement, e.g. Layout.parse("dp=4,precision=bf16")
     parallelize   put a layout on any module
-    train         run a whole recipe from a script
+    run_recipe    run a whole recipe from a script
     RunDir        read what a run left behind
     UsageError    what was asked cannot be done as asked
     RunError      what was asked went wrong while it ran
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ridgeline.parallel.apply import parallelize
     from ridgeline.rundir import RunDir
     from ridgeline.train.job import Job, start
-    from ridgeline.train.run import train
+    from ridgeline.train.run import run_recipe
 
 __version__ = "0.1.0"
 
@@ -31,13 +31,22 @@ _HOME = {
     "Job": "ridgeline.train.job",
     "Layout": "ridgeline.layout",
     "parallelize": "ridgeline.parallel.apply",
-    "train": "ridgeline.train.run",
+    "run_recipe": "ridgeline.train.run",
     "RunDir": "ridgeline.rundir",
     "UsageError": "ridgeline.errors",
     "RunError": "ridgeline.errors",
 }
 
-__all__ = ["Job", "Layout", "RunDir", "RunError", "UsageError", "parallelize", "start", "train"]
+__all__ = [
+    "Job",
+    "Layout",
+    "RunDir",
+    "RunError",
+    "UsageError",
+    "parallelize",
+    "run_recipe",
+    "start",
+]
 
 
 def __getattr__(name: str) -> Any:

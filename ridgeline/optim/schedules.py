@@ -6,11 +6,12 @@ number. Called by `train/setup.py`; the rate of every step is printed and record
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
 from ridgeline.config import ScheduleConfig
-from ridgeline.errors import UsageError, unknown_word
+from ridgeline.errors import unknown_word
 
 Factor = Callable[[int], float]
 """Maps a step, counted from 0, to the share of the peak rate it uses."""
@@ -55,11 +56,6 @@ def build_schedule(config: ScheduleConfig, steps: int, per_epoch: int) -> Factor
     """The factor of each step: a linear warm-up, then the named shape over the remaining steps."""
     if config.name not in SCHEDULES:
         raise unknown_word("schedule", config.name, SCHEDULES, "schedule.name")
-    if config.warmup_steps >= steps and steps > 0 and config.warmup_steps > 0:
-        raise UsageError(
-            f"schedule.warmup_steps={config.warmup_steps} leaves nothing of a run of {steps} steps; "
-            f"use at most {steps - 1}"
-        )
     shape = SCHEDULES[config.name](config, steps, per_epoch)
 
     def factor(step: int) -> float:
@@ -68,6 +64,16 @@ def build_schedule(config: ScheduleConfig, steps: int, per_epoch: int) -> Factor
         return shape(step)
 
     return factor
+
+
+def fit_warmup(config: ScheduleConfig, steps: int) -> tuple[ScheduleConfig, list[str]]:
+    """A warm-up as long as the run or longer, as when a recipe is tried for a few steps, is cut to
+    half the run; the second value is the sentence that says so."""
+    if config.warmup_steps == 0 or config.warmup_steps < steps:
+        return config, []
+    shorter = steps // 2
+    note = f"warm-up cut from {config.warmup_steps} to {shorter} steps: the run has only {steps}"
+    return dataclasses.replace(config, warmup_steps=shorter), [note]
 
 
 def scale_lr(lr: float, batch: int, reference_batch: int | None, rule: str) -> tuple[float, str]:

@@ -18,6 +18,11 @@ from ridgeline.layout import Layout
 
 JOIN_TIMEOUT = timedelta(minutes=10)
 
+_LEFT: list[dist.ProcessGroup | None] = []
+"""Groups that were left, kept from being destroyed. Torch's reducer, when it is the last to hold a
+group, joins the group's threads without letting go of Python's lock, and a thread that still has a
+finished collective to clear away waits for that lock: the rank would hang at the end of its run."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -101,4 +106,5 @@ def close_mesh(mesh: Mesh) -> None:
     A group that was there before the mesh is the caller's, and stays.
     """
     if mesh.owns_group and dist.is_initialized():
+        _LEFT.append(mesh.data_group)
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """A whole run: the loop, with records, evaluation, progress and the final weights around it.
 
-Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.train` in a script.
+Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.run_recipe` in a script.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def describe(training: Training) -> list[str]:
     ]
 
 
-def train(recipe: str, *overrides: str, out: str | None = None) -> Summary:
-    """Run a recipe in this process: `ridgeline.train("digits", "train.epochs=1")`.
+def run_recipe(recipe: str, *overrides: str, out: str | None = None) -> Summary:
+    """Run a recipe in this process: `ridgeline.run_recipe("digits", "train.epochs=1")`.
 
     Under torchrun every process calls it and they train together; the layout's `dp` follows.
     """

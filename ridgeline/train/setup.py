@@ -26,7 +26,7 @@ from ridgeline.machine.describe import describe_machine
 from ridgeline.models.build import build_model
 from ridgeline.models.count import count_model
 from ridgeline.optim.build import build_optimizer
-from ridgeline.optim.schedules import Factor, build_schedule, scale_lr
+from ridgeline.optim.schedules import Factor, build_schedule, fit_warmup, scale_lr
 from ridgeline.optim.update import build_update
 from ridgeline.parallel.apply import parallelize
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
@@ -96,6 +96,8 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
     )
     optimizer = build_optimizer(model, config.optim, rate)
     parameters = [p for p in model.parameters() if p.requires_grad]
+    machine_facts = describe_machine(device, layout.precision, env.local_world_size)
+    schedule, warmup_note = fit_warmup(config.schedule, num_steps)
     # Dropout differs between ranks, which hold different samples; weights were made before this.
     torch.manual_seed(config.train.seed * 1_000_003 + mesh.data_rank)
     return Training(
@@ -114,11 +116,11 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
         update=build_update(optimizer, parameters, config.train.clip, precision.scaler),
         clock=clock,
         peak_lr=rate,
-        schedule=build_schedule(config.schedule, num_steps, len(loader)),
+        schedule=build_schedule(schedule, num_steps, len(loader)),
         num_steps=num_steps,
         model_facts=model_facts,
-        machine_facts=describe_machine(device, layout.precision, env.local_world_size),
-        notes=[note],
+        machine_facts=machine_facts,
+        notes=[note, *warmup_note],
     )
 
 

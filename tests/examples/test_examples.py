@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -48,8 +49,7 @@ def changed_lines(before, after):
     )
 
 
-@cache
-def losses(script, num_processes):
+def printed_losses(script, num_processes):
     """Every loss a script prints, in order."""
     command = [sys.executable]
     if num_processes > 1:
@@ -73,14 +73,15 @@ def losses(script, num_processes):
     return [float(value) for value in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
-def single(pair):
+@cache
+def losses(pair):
+    """Of the single script, and of the parallel one on one and on two processes."""
     pytest.importorskip(NEEDS[pair])
-    return losses(f"{pair}_single.py", 1)
-
-
-def parallel(pair, num_processes):
-    pytest.importorskip(NEEDS[pair])
-    return losses(f"{pair}_parallel.py", num_processes)
+    # The two runs of one process go side by side: starting Python is most of their time.
+    with ThreadPoolExecutor() as pool:
+        single = pool.submit(printed_losses, f"{pair}_single.py", 1)
+        one = pool.submit(printed_losses, f"{pair}_parallel.py", 1)
+        return single.result(), one.result(), printed_losses(f"{pair}_parallel.py", 2)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -98,7 +99,7 @@ def test_every_example_has_its_pair():
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 def test_two_processes_repeat_one(pair):
-    one, two = parallel(pair, 1), parallel(pair, 2)
+    _, one, two = losses(pair)
     assert len(two) == len(one)  # rank 1 prints nothing
     assert two == pytest.approx(one, rel=ACROSS_PROCESSES)
 
@@ -106,15 +107,16 @@ def test_two_processes_repeat_one(pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 def test_parallel_reaches_the_loss_of_single(pair):
-    alone, job = single(pair), parallel(pair, 1)
-    assert len(job) == len(alone)
-    assert job[-1] == pytest.approx(alone[-1], rel=AGAINST_SINGLE[pair])
-    assert alone[-1] < 0.7 * START[pair]
+    single, one, _ = losses(pair)
+    assert len(one) == len(single)
+    assert one[-1] == pytest.approx(single[-1], rel=AGAINST_SINGLE[pair])
+    assert single[-1] < 0.7 * START[pair]
 
 
 @pytest.mark.slow
 def test_cnn_equals_single_step_by_step():
+    single, one, two = losses("cnn")
     tolerance = AGAINST_SINGLE["cnn"]
-    assert parallel("cnn", 1) == pytest.approx(single("cnn"), rel=tolerance)
+    assert one == pytest.approx(single, rel=tolerance)
     # Printed with six decimals, of which the last batch's small loss has four that count.
-    assert parallel("cnn", 2) == pytest.approx(single("cnn"), rel=tolerance, abs=2e-6)
+    assert two == pytest.approx(single, rel=tolerance, abs=2e-6)

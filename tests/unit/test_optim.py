@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ridgeline.config import OptimConfig, ScheduleConfig
 from ridgeline.errors import UsageError
 from ridgeline.optim.build import build_optimizer, decay_groups
-from ridgeline.optim.schedules import SCHEDULES, build_schedule, scale_lr
+from ridgeline.optim.schedules import SCHEDULES, build_schedule, fit_warmup, scale_lr
 from ridgeline.optim.update import build_update
 
 # Schedules.
@@ -56,9 +56,14 @@ def test_a_run_of_one_step_trains_at_the_full_rate(name: str) -> None:
 def test_wrong_schedules() -> None:
     with pytest.raises(UsageError, match=r"'cosin'.*'cosine'"):
         build_schedule(ScheduleConfig("cosin"), 10, 10)
-    with pytest.raises(UsageError, match=r"warmup_steps=10 .* 10 steps; use at most 9"):
-        build_schedule(ScheduleConfig(warmup_steps=10), 10, 10)
-    build_schedule(ScheduleConfig(warmup_steps=9), 10, 10)
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_and_said() -> None:
+    config, notes = fit_warmup(ScheduleConfig(warmup_steps=10), 10)
+    assert config.warmup_steps == 5
+    assert notes == ["warm-up cut from 10 to 5 steps: the run has only 10"]
+    assert fit_warmup(ScheduleConfig(warmup_steps=9), 10) == (ScheduleConfig(warmup_steps=9), [])
+    assert fit_warmup(ScheduleConfig(), 1) == (ScheduleConfig(), [])
 
 
 @pytest.mark.parametrize(

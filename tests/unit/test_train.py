@@ -26,7 +26,7 @@ from ridgeline.models import build_model
 from ridgeline.rundir import SPLIT, EvalRecord, RunDir, StepRecord
 from ridgeline.train import progress
 from ridgeline.train.loop import train_loop
-from ridgeline.train.run import Summary, reaches, run_training, train
+from ridgeline.train.run import Summary, reaches, run_recipe, run_training
 from ridgeline.train.setup import build_training
 from ridgeline.train.tasks import TASKS
 
@@ -308,7 +308,7 @@ def test_only_the_main_rank_writes_and_a_run_needs_no_directory(
 def test_a_recipe_from_a_script(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(dump_config(config_of()))
-    summary = train(str(recipe), "train.steps=2", "name=mine", out=str(tmp_path / "runs"))
+    summary = run_recipe(str(recipe), "train.steps=2", "name=mine", out=str(tmp_path / "runs"))
     (path,) = (tmp_path / "runs").iterdir()
     assert path.name.startswith("mine-")
     assert summary.num_steps == 2 == len(RunDir.open(path).steps())
