@@ -358,4 +358,8 @@ def _check_values(config: RunConfig) -> None:
             raise UsageError(f"{key} is not set; every recipe names a model and a source")
     if config.train.epochs is None and config.train.steps is None:
         raise UsageError("neither train.epochs nor train.steps is set, so the run would never end")
+    if config.train.target and config.train.eval_samples == 0:
+        raise UsageError(
+            "train.target is set but train.eval_samples=0 never evaluates; leave one of them out"
+        )
     Layout.parse(config.layout, "layout")

@@ -139,11 +139,6 @@ def check_batch(config: RunConfig, layout: Layout) -> None:
 
 def count_steps(config: RunConfig, per_epoch: int) -> int:
     """Optimizer steps of the whole run: `steps` or `epochs`, whichever ends first."""
-    if per_epoch == 0:
-        raise UsageError(
-            f"the source holds fewer samples than train.batch={config.train.batch} and "
-            "data.drop_last=true drops the only batch; use a smaller batch"
-        )
     limits = []
     if config.train.steps is not None:
         limits.append(config.train.steps)

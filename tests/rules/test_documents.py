@@ -23,7 +23,9 @@ def blocks(language: str, path: Path = README) -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = [line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    lines = [
+        line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()
+    ]
     return [line for line in lines if line and not line.startswith(NOT_RUN_HERE)]
 
 

@@ -97,7 +97,9 @@ def test_imports_point_upwards(path: Path) -> None:
     own = room_of(path)
     for room in imported_rooms(path) - {own, "__version__"}:
         assert room in LEVEL, f"{path.name} imports the unknown room {room}"
-        assert LEVEL[room] < LEVEL[own], f"{own} may not import {room}: it stands below or beside it"
+        assert LEVEL[room] < LEVEL[own], (
+            f"{own} may not import {room}: it stands below or beside it"
+        )
 
 
 def test_models_say_nothing_of_parallelism() -> None:

@@ -380,3 +380,8 @@ def test_recipes_are_found_by_name_and_by_path(tmp_path: Path) -> None:
     for gone in (tmp_path / "gone.yaml", tmp_path):
         with pytest.raises(UsageError, match=f"no recipe file at {gone}.*digits"):
             find_recipe(str(gone))
+
+
+def test_a_target_that_is_never_evaluated_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"train\.target .* train\.eval_samples=0"):
+        load_config(find_recipe("digits"), ["train.eval_samples=0"])

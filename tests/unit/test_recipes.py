@@ -9,7 +9,7 @@ from ridgeline.config import RECIPES, find_recipe, load_config, recipe_names
 from ridgeline.data.build import build_sources
 from ridgeline.layout import Layout, check_available, require_layout
 from ridgeline.models import build_model
-from ridgeline.train.run import train
+from ridgeline.train.run import run_recipe
 from ridgeline.train.setup import check_batch
 from ridgeline.train.tasks import build_task, check_target
 
@@ -98,7 +98,7 @@ def test_splits_over_two_ranks(name):
 def test_runs_two_steps(name):
     if config_of(name).data.source == "digits":
         pytest.importorskip("sklearn")
-    summary = train(name, *SHRUNK[name], *TINY_RUN)
+    summary = run_recipe(name, *SHRUNK[name], *TINY_RUN)
     assert summary.num_steps == 2
     assert summary.final_loss is not None
     assert math.isfinite(summary.final_loss)

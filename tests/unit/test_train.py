@@ -254,7 +254,6 @@ def test_a_run_that_diverges_is_stopped(tmp_path: Path) -> None:
         (["train.batch=65", "data.drop_last=true"], "64 samples .*no whole batch of 65"),
         (["train.target.acuracy=0.9"], "did you mean 'accuracy'"),
         (["train.task=clasify"], "did you mean 'classify'"),
-        (["schedule.warmup_steps=6"], "warmup_steps=6"),
         (["layout=dp=2"], "dp=2"),
         (["model.args.widht=3"], "widht"),
     ],
