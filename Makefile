@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-TORCH_FREE := ridgeline/errors.py ridgeline/layout.py ridgeline/typed.py ridgeline/config.py \
+TORCH_FREE := ridgeline/errors.py ridgeline/named.py ridgeline/layout.py ridgeline/typed.py ridgeline/config.py \
 	ridgeline/rundir.py ridgeline/facts.py ridgeline/launch ridgeline/report ridgeline/cli.py
 
 .PHONY: setup demo test check bench clean

@@ -6,7 +6,6 @@ A name is one of `SOURCES` or the user's own `module:function_or_Class`, which i
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,8 @@ from ridgeline.data.sources.fields import build_fields
 from ridgeline.data.sources.images import build_images
 from ridgeline.data.sources.synthetic import build_synthetic
 from ridgeline.data.sources.text import build_text
-from ridgeline.errors import UsageError, nearest_word, unknown_word
+from ridgeline.errors import UsageError, unknown_word
+from ridgeline.named import import_named
 
 # Called as builder(seed, **args) -> (training source, held-out source).
 SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
@@ -42,7 +42,11 @@ def build_sources(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source
 
 
 def _build_own(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, Source]:
-    maker = _find_own(name)
+    maker = import_named(name, "data.source")
+    if not callable(maker):
+        raise UsageError(
+            f"data.source {name!r} is a {type(maker).__name__}, not a function or class"
+        )
     parameters = inspect.signature(maker).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "split" not in parameters and not open_ended:
@@ -68,24 +72,3 @@ def as_source(made: Any, seed: int, name: str) -> Source:
     if isinstance(made, Source):
         return made
     return DatasetSource(made, seed=seed, name=name)
-
-
-def _find_own(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise UsageError(
-            f"cannot import module {module_name!r} of source {name!r} in data.source: {error}; "
-            "the folder that holds it must be on PYTHONPATH"
-        ) from error
-    made = getattr(module, attribute, None)
-    if not callable(made):
-        public = [word for word, value in vars(module).items() if callable(value)]
-        guess = nearest_word(attribute, public)
-        hint = f"; did you mean '{module_name}:{guess}'?" if guess else ""
-        raise UsageError(
-            f"module {module_name!r} has no function or class {attribute!r}, which data.source "
-            f"names as {name!r}{hint}"
-        )
-    return made  # type: ignore[no-any-return]

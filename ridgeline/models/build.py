@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -27,6 +24,7 @@ from ridgeline.models.mlp import MLP
 from ridgeline.models.resnet import ResNet
 from ridgeline.models.unet import UNet
 from ridgeline.models.vit import ViT
+from ridgeline.named import find_attribute, import_named
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "alexnet": AlexNet,
@@ -57,13 +55,11 @@ def build_model(name: str, /, **kwargs: Any) -> nn.Module:
             raise unknown_word("model", name, MODELS, "model.name")
         return _call(name, MODELS[name], kwargs)
     module_name, _, path = name.partition(":")
-    if not module_name or not path:
-        raise UsageError(f"model.name {name!r} should read module:Class")
     if module_name == "timm":
         return _build_timm(name, path, kwargs)
     if module_name == "transformers":
         return _build_transformers(name, path, kwargs)
-    builder = _find(_import(module_name, name), path, name)
+    builder = import_named(name, "model.name")
     if isinstance(builder, type) and not issubclass(builder, nn.Module):
         raise UsageError(f"model.name {name!r} is a class but not a torch.nn.Module")
     if not callable(builder):
@@ -109,41 +105,6 @@ def _check_key(name: str, key: str, known: Iterable[str], kind: str, place: str)
     raise UsageError(f"model {name!r} has no {kind} {key!r} in {place}; {hint}{takes}")
 
 
-def _import(module_name: str, name: str) -> ModuleType:
-    """Import a user's module, which may lie in the working directory."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        # For good, as `python -m` does: the user's module may import its neighbours later on.
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name + ".").startswith(error.name + "."):
-            where = f"in {os.getcwd()} or the installed packages"
-            raise UsageError(
-                f"model.name {name!r}: there is no module {module_name!r} {where}"
-            ) from error
-        raise UsageError(
-            f"model.name {name!r}: importing {module_name!r} failed: {error}"
-        ) from error
-    except Exception as error:
-        raise UsageError(
-            f"model.name {name!r}: importing {module_name!r} failed:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-
-
-def _find(module: ModuleType, path: str, name: str) -> Any:
-    """The attribute at a dotted path inside a module."""
-    found: Any = module
-    for part in path.split("."):
-        if not hasattr(found, part):
-            guess = nearest_word(part, [n for n in dir(found) if not n.startswith("_")])
-            hint = f"; did you mean {guess!r}?" if guess else ""
-            raise UsageError(f"model.name {name!r}: {module.__name__!r} has no {path!r}{hint}")
-        found = getattr(found, part)
-    return found
-
-
 def _import_package(package: str, name: str, install: str) -> Any:
     try:
         return importlib.import_module(package)
@@ -163,7 +124,7 @@ def _build_timm(name: str, path: str, kwargs: Mapping[str, Any]) -> nn.Module:
 def _build_transformers(name: str, path: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """A model of `transformers` from `config={...}`, with random weights and no download."""
     transformers = _import_package("transformers", name, "ridgeline[models]")
-    model_class = _find(transformers, path, name)
+    model_class = find_attribute(transformers, path, name, "model.name")
     config = kwargs.get("config")
     if not isinstance(config, Mapping):
         raise UsageError(

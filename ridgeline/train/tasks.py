@@ -7,7 +7,6 @@ anything is divided. Called by `train/setup.py` and `train/evaluate.py`.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.errors import UsageError, unknown_word
+from ridgeline.named import import_named
 
 Loss = Callable[[Any, Tensor], Tensor]
 Sums = dict[str, tuple[Tensor, Tensor]]
@@ -163,11 +163,7 @@ def build_task(name: str, natural: str) -> Task:
 
 
 def _user_loss(name: str) -> Loss:
-    module_name, _, function_name = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UsageError(f"train.task={name}: {error}") from error
+    found = import_named(name, "train.task")
     if not callable(found):
         raise UsageError(f"train.task={name} is not a function of outputs and targets")
     return found

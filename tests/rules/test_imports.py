@@ -18,6 +18,7 @@ PACKAGE = ROOT / "ridgeline"
 # each other either.
 ROOMS: list[tuple[str, ...]] = [
     ("errors",),
+    ("named",),
     ("layout",),
     ("typed",),
     ("config",),
@@ -43,6 +44,7 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 TORCH_FREE = (
     "ridgeline",
     "ridgeline.errors",
+    "ridgeline.named",
     "ridgeline.layout",
     "ridgeline.typed",
     "ridgeline.config",

@@ -155,7 +155,7 @@ def test_a_loss_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "math:no_such", ":f", "math:", ".math:f"])
 def test_a_loss_that_is_not_there(name: str) -> None:
-    with pytest.raises(UsageError, match=f"train.task={name}"):
+    with pytest.raises(UsageError, match=f"train.task {name!r}"):
         build_task(name, "classify")
 
 

@@ -93,9 +93,9 @@ def test_reading_leaves_the_global_generators_alone(own_module):
     ("name", "args", "message"),
     [
         ("digit", {}, "unknown source 'digit' in data.source; did you mean 'digits'"),
-        ("no_such_module_here:f", {}, "cannot import module 'no_such_module_here'"),
-        ("{own}:Square", {}, "did you mean 'my_own_data:Squares'"),
-        ("{own}:thing", {}, "no function or class 'thing'"),
+        ("no_such_module_here:f", {}, "there is no module 'no_such_module_here'"),
+        ("{own}:Square", {}, "did you mean 'Squares'"),
+        ("{own}:thing", {}, "not a function or class"),
         ("{own}:plain", {}, "takes no argument 'split'"),
         ("{own}:noisy", {}, "needs the argument 'scale'"),
         ("{own}:Squares", {"lenght": 3}, "no argument 'lenght'.*did you mean 'length'"),
