@@ -73,6 +73,12 @@ class Recorder:
         self._check_pending(wait=True)
         return self._read(keep=0)
 
+    def salvage(self) -> list[StepRecord]:
+        """After a failure: the steps not handed out yet, where that needs no other rank."""
+        if self._open and self._training.mesh.data_group is None:
+            self._exchange()
+        return self._read(keep=0)
+
     def _check_finite(self, result: StepResult) -> None:
         """Stop at the first loss that is not a number; on CUDA as soon as it has reached the host."""
         if not self._cuda:

@@ -63,8 +63,12 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
         if main_run is not None and config.log.weights:
             weights = {k: v.contiguous() for k, v in training.model.state_dict().items()}
             _save_weights(weights, main_run)
+    except Exception:
+        log.steps(recorder.salvage())
+        raise
     finally:
         log.close()
+        training.close_loaders()
     close_mesh(training.mesh)
     final_loss = last.loss if last else None
     if main_run is not None:

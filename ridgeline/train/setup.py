@@ -70,6 +70,12 @@ class Training:
     notes: list[str] = field(default_factory=list)
     """Sentences for the user: what was decided from the recipe."""
 
+    def close_loaders(self) -> None:
+        """End the loaders' worker processes, if there are any."""
+        self.loader.close()
+        if self.eval_loader is not None:
+            self.eval_loader.close()
+
 
 def build_training(config: RunConfig, env: RankEnv) -> Training:
     """Every rank calls this with the same configuration."""
