@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,20 +100,25 @@ def _run_ranks(config: RunConfig, num_processes: int, run: RunDir) -> None:
     from ridgeline.launch.local import run_ranks
     from ridgeline.rundir import LOGS
 
-    threads = config.threads or max(1, (os.cpu_count() or 1) // num_processes)
+    threads = config.threads or max(1, _num_cores() // num_processes)
     command = ["-m", "ridgeline.train.worker", str(run.path)]
     try:
         run_ranks(command, num_processes, run.file(LOGS), threads)
     except KeyboardInterrupt:
-        run.add_event("interrupted")
+        _add_event(run, "interrupted")
         _show_cursor()
         _write_report(run)
         raise RunError(f"interrupted; what was recorded so far is in {run.path}") from None
     except (RunError, UsageError) as error:
-        run.add_event("failed", message=str(error))
+        _add_event(run, "failed", message=str(error))
         _show_cursor()
         _write_report(run)
         raise type(error)(f"{error}\n  run directory: {run.path}") from None
+
+
+def _num_cores() -> int:
+    """Cores this process may use, which a scheduler can have made fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _show_cursor() -> None:
@@ -121,10 +127,20 @@ def _show_cursor() -> None:
         sys.stdout.write("\x1b[?25h\n")
 
 
-def _write_report(run: RunDir) -> Path:
+def _write_report(run: RunDir) -> str:
+    """The page, or why there is none: a run that trained is not a failure for want of a picture."""
     from ridgeline.report.build import build_report
 
-    return build_report(run)
+    try:
+        return str(build_report(run))
+    except OSError as error:
+        return f"not written ({error}); `ridgeline report {run.path}` makes it again"
+
+
+def _add_event(run: RunDir, event: str, **details: str) -> None:
+    """How a run ended, where that can still be written: the disk may be what failed."""
+    with suppress(OSError):
+        run.add_event(event, **details)
 
 
 @app.command()

@@ -146,10 +146,11 @@ def _build(cls: type[_T], values: Mapping[str, Any]) -> _T | None:
 
 def _append_line(path: Path, value: Mapping[str, Any]) -> None:
     """One `write` call of one line, so that lines of several processes never interleave."""
-    line = json.dumps(value, allow_nan=True, separators=(", ", ": ")) + "\n"
+    line = (json.dumps(value, allow_nan=True, separators=(", ", ": ")) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        if os.write(descriptor, line) < len(line):
+            raise OSError(f"only part of a line could be written to {path}: is the disk full?")
     finally:
         os.close(descriptor)
 

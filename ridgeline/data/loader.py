@@ -14,6 +14,8 @@ price is that the source must pickle, and that a script needs its `if __name__ =
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
+import os
 import pickle
 import queue
 import signal
@@ -377,6 +379,16 @@ class _Processes:
 def _ignore_signals(worker: int) -> None:
     for name in _TRAINERS_SIGNALS:
         signal.signal(name, signal.SIG_IGN)
+    threading.Thread(target=_end_with_rank, name="ridgeline-watch", daemon=True).start()
+
+
+def _end_with_rank() -> None:
+    """A rank that was killed cannot end its workers, and torch's own watch looks at the parent
+    process, which under a fork server is the server and lives on: wait for the rank itself."""
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        multiprocessing.connection.wait([rank.sentinel])
+        os._exit(1)
 
 
 @contextmanager

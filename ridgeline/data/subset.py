@@ -15,6 +15,10 @@ class FirstSamples:
         self._source = source
         self._length = min(num_samples, len(source))
         self.info = source.info
+        # What the loader looks for on a source has to show through.
+        self.uses_global_rng = getattr(source, "uses_global_rng", False)
+        if hasattr(source, "device_fetch"):
+            self.device_fetch = source.device_fetch
 
     def __len__(self) -> int:
         return self._length

@@ -79,7 +79,7 @@ def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: in
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _quiet_agent()
-    with tempfile.TemporaryDirectory(prefix="ridgeline-agent-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="agent-", dir=log_dir) as scratch:
         environment = {
             # With gloo, restarted ranks would otherwise read stale addresses from the agent's store.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

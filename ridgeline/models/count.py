@@ -25,12 +25,18 @@ def count_model(
     objective: Objective,
     unit: str = "samples",
     units_per_sample: int = 1,
+    trace: bool = True,
 ) -> ModelFacts:
-    """Facts of a module that lives on the meta device, from one training step of `inputs` there."""
+    """Facts of a module that lives on the meta device, from one training step of `inputs` there.
+
+    `trace=False` is for a module that could not be built there: FLOPs are then estimated.
+    """
     parameters = list(model.parameters())
     num_parameters = sum(p.numel() for p in parameters)
     num_samples = inputs.shape[0]
     try:
+        if not trace:
+            raise NotImplementedError
         forward, total = _count(model, inputs, targets, objective)
         source = "counted"
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):

@@ -8,17 +8,18 @@ module knows nothing of any of it. Called by `train/setup.py` and `ridgeline.sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ridgeline.config import DdpConfig
 from ridgeline.errors import UsageError
+from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout, check_available, require_layout
 from ridgeline.parallel.batchnorm import apply_sync_batch_norm
 from ridgeline.parallel.ddp import apply_ddp
-from ridgeline.parallel.mesh import Mesh
+from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
 from ridgeline.parallel.share import Share
 
 
@@ -31,7 +32,6 @@ class Plan:
     share: Share
     ddp: DdpConfig
     example_input: Any = None
-    notes: list[str] = field(default_factory=list)
 
 
 def _sync_batch_norm(model: nn.Module, plan: Plan) -> nn.Module:
@@ -73,18 +73,23 @@ def parallelize(
     layout: Layout,
     example_input: Any = None,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     share: Share | None = None,
     ddp: DdpConfig | None = None,
 ) -> nn.Module:
     """The same computation as `model`, arranged as `layout` says over the ranks of `mesh`.
 
+    Without a mesh, joins the job that torchrun set up and moves the model to this rank's device.
     `example_input` is for techniques that have to trace the module; data parallelism needs none.
     """
     require_layout(layout, "layout")
     missing = check_available(layout)
     if missing:
         raise UsageError(str(missing[0]))
+    if mesh is None:
+        env = read_rank_env()
+        mesh = build_mesh(env, layout, choose_device("auto", env))
+        model = model.to(mesh.device)
     plan = Plan(mesh, layout, share or Share(), ddp or DdpConfig(), example_input)
     for apply in ORDER.values():
         model = apply(model, plan)

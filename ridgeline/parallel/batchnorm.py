@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ridgeline.errors import UsageError
 from ridgeline.parallel.share import Share
 
 
@@ -113,13 +114,36 @@ class SyncBatchNorm(_BatchNorm):
 
 def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, share: Share) -> nn.Module:
     """Replace every batch norm in `model` by one over all ranks of `group`."""
-    if isinstance(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
-        return _convert(model, group, share)
-    for name, child in model.named_children():
-        changed = apply_sync_batch_norm(child, group, share)
-        if changed is not child:
-            setattr(model, name, changed)
-    return model
+    made: dict[int, SyncBatchNorm] = {}
+
+    def convert(module: nn.Module, path: str) -> nn.Module:
+        if isinstance(module, _KNOWN):
+            _require_plain(module, path)
+            # One norm may stand in several places; it stays one.
+            if id(module) not in made:
+                made[id(module)] = _convert(module, group, share)
+            return made[id(module)]
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                changed = convert(child, f"{path}.{name}" if path else name)
+                if changed is not child:
+                    setattr(module, name, changed)
+        return module
+
+    return convert(model, "")
+
+
+_KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _require_plain(norm: _BatchNorm, path: str) -> None:
+    """A subclass with a forward of its own does more than normalise, and that would be lost."""
+    if type(norm).forward not in {known.forward for known in _KNOWN}:
+        raise UsageError(
+            f"ddp.sync_batch_norm=true: {path or 'the model'} is a {type(norm).__name__}, a batch "
+            "norm with a forward of its own, which cannot be replaced; use plain BatchNorm layers "
+            "or leave ddp.sync_batch_norm out"
+        )
 
 
 def _convert(norm: _BatchNorm, group: dist.ProcessGroup, share: Share) -> SyncBatchNorm:

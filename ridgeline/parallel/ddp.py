@@ -8,15 +8,18 @@ that an uneven batch gives the gradient of one device. Called by `apply.py`.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ridgeline.errors import UsageError
 from ridgeline.parallel.mesh import Mesh
@@ -36,6 +39,50 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.scale, None
+
+
+def _weigh_gradients(outputs: Any, scale: float) -> Any:
+    """`outputs` whose gradients count `scale` times: tensors in any container torch knows, and in
+    dataclasses. One that it cannot look into would be left out in silence, so that is an error."""
+    weighed = 0
+
+    def weigh(value: Any) -> Any:
+        nonlocal weighed
+        if isinstance(value, Tensor) and value.requires_grad:
+            weighed += 1
+            return _ScaleGradient.apply(value, scale)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [f.name for f in dataclasses.fields(value) if f.init]
+            new = {name: tree_map(weigh, getattr(value, name)) for name in fields}
+            return dataclasses.replace(value, **new)
+        return value
+
+    result = tree_map(weigh, outputs)
+    if not weighed:
+        raise UsageError(
+            f"the model returned a {type(outputs).__name__} in which no tensor with a gradient was "
+            "found; return a tensor, or a tuple, dict or dataclass of them, so that an uneven batch "
+            "can be weighed"
+        )
+    return result
+
+
+def _guarded(method: MethodType, name: str) -> Callable[..., Any]:
+    """A method of the wrapped module, which must not be a way around the reduction of gradients."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        leaves = tree_leaves(result)
+        if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
+            raise UsageError(
+                f"model.{name}(...) was called on a parallelized model and its result has gradients, "
+                "which would not be reduced over the ranks; call the model itself, model(...), and "
+                f"do what {name} does in its forward"
+            )
+        return result
+
+    return call
 
 
 class Replicated(DistributedDataParallel):
@@ -59,12 +106,7 @@ class Replicated(DistributedDataParallel):
             ) from error
         if self._share.scale == 1.0 or not torch.is_grad_enabled():
             return outputs
-        scale = self._share.scale
-
-        def weigh(value: Tensor) -> Tensor:
-            return _ScaleGradient.apply(value, scale) if value.requires_grad else value
-
-        return tree_map_only(Tensor, weigh, outputs)
+        return _weigh_gradients(outputs, self._share.scale)
 
     def _unused(self, message: str) -> list[str]:
         """Names of the parameters that torch's complaint gives by number; empty for another one."""
@@ -80,7 +122,8 @@ class Replicated(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            found = getattr(super().__getattr__("module"), name)
+        return _guarded(found, name) if isinstance(found, MethodType) else found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
@@ -117,7 +160,8 @@ def _spare_constants(model: nn.Module, mesh: Mesh) -> None:
     kept = set(model.state_dict())
     constants = {name: buffer for name, buffer in model.named_buffers() if name not in kept}
     for buffer in constants.values():
-        torch.distributed.broadcast(buffer, group_src=0, group=mesh.data_group)
+        if buffer.is_contiguous():  # an expanded one is a view of a constant, and the same anyway
+            torch.distributed.broadcast(buffer, group_src=0, group=mesh.data_group)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(constants))
 
 

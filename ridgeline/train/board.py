@@ -17,10 +17,10 @@ class Board:
             return
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
+        except Exception as error:  # a broken installation is no reason not to train
             if choice == "yes":
                 raise UsageError(
-                    "log.tensorboard=yes but TensorBoard is not installed; "
+                    f"log.tensorboard=yes but TensorBoard cannot be imported ({error}); "
                     "pip install 'ridgeline[report]' or set log.tensorboard=no"
                 ) from error
             return

@@ -19,7 +19,7 @@ from ridgeline.rundir import EvalRecord
 from ridgeline.train.tasks import Task
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(
     model: nn.Module,
     task: Task,

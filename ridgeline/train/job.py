@@ -183,11 +183,14 @@ class JobLoader:
     def __iter__(self) -> Iterator[Any]:
         self._plans = self.plan()
         self._epoch += 1
-        for plan, batch in zip(self._plans, self._loader, strict=True):
-            self._share.set(int(plan.weights[0]), plan.num_global, self._mesh.data_size)
-            yield _to_device(batch, self._mesh.device)
-        # Evaluation after the epoch is nobody's batch: gradients then count in full again.
-        self._share.set(1, self._mesh.data_size, self._mesh.data_size)
+        # A loader may run inside the loop of another: what that one's batch counts for comes back.
+        before = (self._share.num_real, self._share.scale)
+        try:
+            for plan, batch in zip(self._plans, self._loader, strict=True):
+                self._share.set(int(plan.weights[0]), plan.num_global, self._mesh.data_size)
+                yield _to_device(batch, self._mesh.device)
+        finally:
+            self._share.num_real, self._share.scale = before
 
 
 class _Plans:
@@ -218,6 +221,16 @@ def start(layout: str | Layout = "", *, seed: int = 0, device: str = "auto") -> 
     """
     env = read_rank_env()
     arrangement = Layout.parse_for(str(layout), env.world_size, "start(layout=...)")
+    if arrangement.accumulate > 1:
+        raise UsageError(
+            f"start(layout=...): accumulate={arrangement.accumulate} is for `ridgeline train`; in a "
+            "loop of your own call optimizer.step() every so many batches"
+        )
+    if arrangement.precision == "fp16":
+        raise UsageError(
+            "start(layout=...): precision=fp16 needs loss scaling, which a loop of your own has to "
+            "do; use precision=bf16"
+        )
     chosen = choose_device(device, env)
     mesh = build_mesh(env, arrangement, chosen)
     torch.manual_seed(seed)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
@@ -61,8 +62,7 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
         last = log.steps(recorder.flush()) or last
         log.ranks(recorder)
         if main_run is not None and config.log.weights:
-            weights = {k: v.contiguous() for k, v in training.model.state_dict().items()}
-            _save_weights(weights, main_run)
+            _save_weights(training.model.state_dict(), main_run)
     except Exception:
         log.steps(recorder.salvage())
         raise
@@ -110,13 +110,15 @@ def reaches(metrics: dict[str, float], target: dict[str, float], task: Task) -> 
 
 
 def _save_weights(weights: dict[str, object], run: RunDir) -> None:
-    """Tied weights are one tensor under several names, which the format has no word for: copy."""
+    """Tied weights are one tensor under several names, which the format has no word for: copy.
+    Extra state that is no tensor is left to checkpoints."""
     seen: set[int] = set()
     unique = {}
-    for name, tensor in weights.items():
-        pointer = tensor.data_ptr()  # type: ignore[attr-defined]
-        unique[name] = tensor.clone() if pointer in seen else tensor  # type: ignore[attr-defined]
-        seen.add(pointer)
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            tensor = value.contiguous()
+            unique[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
     aside = run.file(WEIGHTS + ".part")
     save_file(unique, aside)
     aside.replace(run.file(WEIGHTS))
@@ -193,7 +195,8 @@ def describe(training: Training) -> list[str]:
 def run_recipe(recipe: str, *overrides: str, out: str | None = None) -> Summary:
     """Run a recipe in this process: `ridgeline.run_recipe("digits", "train.epochs=1")`.
 
-    Under torchrun every process calls it and they train together; the layout's `dp` follows.
+    Under torchrun every process calls it and they train together; the layout's `dp` follows. With
+    `out` a run directory is made there, of which `ridgeline report` makes the page.
     """
     env = read_rank_env()
     resolved = load_config(find_recipe(recipe), overrides)
@@ -201,4 +204,9 @@ def run_recipe(recipe: str, *overrides: str, out: str | None = None) -> Summary:
     if out is not None and env.rank == 0:
         run = RunDir.create(Path(out), resolved.config.name)
         run.write_text(CONFIG, dump_config(resolved.config))
-    return run_training(resolved.config, env, run)
+    try:
+        return run_training(resolved.config, env, run)
+    except Exception as error:
+        if run is not None:
+            run.add_event("failed", message=str(error))
+        raise

@@ -7,6 +7,7 @@ technique is in use. Called by `run.py` and by benchmarks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +24,7 @@ from ridgeline.facts import MachineFacts, ModelFacts
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
 from ridgeline.machine.describe import describe_machine
-from ridgeline.models.build import build_model
+from ridgeline.models.build import MODELS, build_model
 from ridgeline.models.count import count_model
 from ridgeline.optim.build import build_optimizer
 from ridgeline.optim.schedules import Factor, build_schedule, fit_warmup, scale_lr
@@ -81,6 +82,11 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
     """Every rank calls this with the same configuration."""
     layout = Layout.parse_for(config.layout, env.world_size, "layout")
     check_batch(config, layout)
+    if layout.precision == "fp16" and config.model.dtype == "float16":
+        raise UsageError(
+            "precision=fp16 scales the loss and needs wider weights than model.dtype=float16; "
+            "use model.dtype=float32"
+        )
     device = choose_device(config.device, env)
     _prepare_process(config, device)
     precision = build_precision(layout.precision, device)
@@ -165,9 +171,17 @@ def _prepare_process(config: RunConfig, device: torch.device) -> None:
 
 def _count(config: RunConfig, source: Source, task: Task) -> ModelFacts:
     """Facts from a copy of the model on the meta device."""
-    with torch.device("meta"):
+    info = source.info
+    trace = True
+    try:
+        with torch.device("meta"):
+            model = build_model(config.model.name, **config.model.args)
+    except Exception:
+        # A constructor that looks at values (`x.item()`) cannot run there. If it cannot run on the
+        # CPU either, this raises what the user has to know.
         model = build_model(config.model.name, **config.model.args)
-        info = source.info
+        trace = False
+    with torch.device("meta"):
         # Two samples, because batch norm refuses to train on one value per channel.
         inputs = torch.zeros((2, *info.input_shape), dtype=info.input_dtype)
         targets = torch.zeros((2, *info.target_shape), dtype=info.target_dtype)
@@ -179,17 +193,29 @@ def _count(config: RunConfig, source: Source, task: Task) -> ModelFacts:
         lambda model, x, y: task.loss(model(x), y),
         info.unit,
         info.units_per_sample,
+        trace,
     )
 
 
 def _build_weights(config: RunConfig, device: torch.device) -> nn.Module:
     """The model with its initial weights, which depend on the seed alone."""
     torch.manual_seed(config.train.seed)
-    with device:
+    # Ours are made on the device at once; a user's constructor may need the CPU (`x.numpy()`).
+    with device if config.model.name in MODELS else nullcontext():
         model = build_model(config.model.name, **config.model.args)
     model.to(device=device, dtype=_DTYPES[config.model.dtype])
     if config.model.channels_last:
-        model.to(memory_format=torch.channels_last)
+        try:
+            model.to(memory_format=torch.channels_last)
+        except RuntimeError as error:
+            raise UsageError(
+                f"model.channels_last=true is for 2-D convolutions, and {config.model.name} has "
+                f"others ({error}); leave it out"
+            ) from error
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            f"no parameter of {config.model.name} is trainable, so there is nothing to optimize"
+        )
     return model
 
 

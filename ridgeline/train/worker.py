@@ -6,6 +6,7 @@ account of why for the launcher to choose the cause from.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -14,9 +15,17 @@ import traceback
 from pathlib import Path
 
 
+def _end_with_launcher() -> None:
+    """A launcher that is killed outright cannot end its ranks; on Linux the kernel does."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def main(argv: list[str]) -> int:
     # The launcher decides when ranks end; Ctrl-C reaches it and it tells them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_launcher()
     path = Path(argv[0])
     from ridgeline.config import load_config
     from ridgeline.launch.env import read_rank_env
