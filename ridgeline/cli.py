@@ -7,6 +7,8 @@ node that has none. Errors of ours become one line and an exit code: 2 for usage
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -86,13 +88,17 @@ def _default_processes(config: RunConfig) -> int:
 
 
 def _check_before_start(config: RunConfig, num_processes: int) -> None:
-    """Everything that can be known to be wrong without starting a process or importing torch."""
+    """Everything that can be known to be wrong without starting a process."""
     from ridgeline.layout import Layout, check_available, require_layout
 
     layout = Layout.parse_for(config.layout, num_processes, "layout")
     require_layout(layout, "layout")
     for finding in check_available(layout):
         raise UsageError(str(finding))
+    from ridgeline.train.setup import check_batch, check_names
+
+    check_batch(config, layout)
+    check_names(config)
 
 
 def _run_ranks(config: RunConfig, num_processes: int, run: RunDir) -> None:
@@ -100,6 +106,7 @@ def _run_ranks(config: RunConfig, num_processes: int, run: RunDir) -> None:
     from ridgeline.launch.local import run_ranks
     from ridgeline.rundir import LOGS
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threads = config.threads or max(1, _num_cores() // num_processes)
     command = ["-m", "ridgeline.train.worker", str(run.path)]
     try:
@@ -109,11 +116,15 @@ def _run_ranks(config: RunConfig, num_processes: int, run: RunDir) -> None:
         _show_cursor()
         _write_report(run)
         raise RunError(f"interrupted; what was recorded so far is in {run.path}") from None
-    except (RunError, UsageError) as error:
+    except UsageError:
+        # Nothing was trained: no directory is left behind for what was a slip of the pen.
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    except RunError as error:
         _add_event(run, "failed", message=str(error))
         _show_cursor()
         _write_report(run)
-        raise type(error)(f"{error}\n  run directory: {run.path}") from None
+        raise RunError(f"{error}\n  run directory: {run.path}") from None
 
 
 def _num_cores() -> int:
@@ -194,6 +205,9 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: our errors as one line on standard error, with their exit code."""
+    # Until ranks are running there is nothing to put in order, and an interrupt in the middle of an
+    # import can be lost: let Ctrl-C end the process at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         app()
     except (UsageError, RunError) as error:

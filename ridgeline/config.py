@@ -27,6 +27,19 @@ RECIPES = Path(__file__).parent / "recipes"
 class _Loader(yaml.SafeLoader):
     """Reads 1e-3 as the number it is; YAML 1.1, which PyYAML follows, reads it as text."""
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Of a key that stands twice, YAML keeps the last in silence; here it is an error."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen and key != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            if isinstance(key, str):
+                seen.add(key)
+        return dict(super().construct_mapping(node, deep))
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes the texts that `_Loader` would read as numbers."""
@@ -346,11 +359,17 @@ def _check_values(config: RunConfig) -> None:
     values = dict(leaf_items(to_plain(config)))
     for key, known in _CHOICES.items():
         if values[key] not in known:
-            raise unknown_word(key.split(".")[0], str(values[key]), known, key)
+            raise unknown_word("value", str(values[key]), known, key)
     for key, least in _AT_LEAST.items():
         value = values.get(key)
-        if value is not None and not value >= least:  # also refuses a value that is no number
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            raise UsageError(f"{key}={value} is not a finite number")
+        if value < least:
             raise UsageError(f"{key}={value} is too small; the least is {least:g}")
+    if "/" in config.name or not config.name or config.name.startswith("."):
+        raise UsageError(f"name={config.name!r} starts a directory's name; leave out '/' and '.'")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         raise UsageError(f"optim.betas={list(config.optim.betas)} are not both from 0 to below 1")
     for key in ("model.name", "data.source"):

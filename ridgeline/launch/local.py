@@ -24,7 +24,8 @@ SHUTDOWN_S = 5
 """Seconds that ranks get to end after SIGTERM before they are killed."""
 
 _ECHO = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|peer|NCCL|gloo", re.IGNORECASE
+    r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|\bpeer\b|\bNCCL\b|\bgloo\b",
+    re.IGNORECASE,
 )
 """What a rank says whose neighbour died: the consequence of a failure, not its cause."""
 
@@ -57,7 +58,7 @@ def write_failure(
         "time": time,
         "message": text,
         "usage": isinstance(error, UsageError),
-        "echo": not known and bool(_ECHO.search(text)),
+        "echo": isinstance(error, (RuntimeError, OSError)) and bool(_ECHO.search(str(error))),
         "traceback": "" if known else trace,
     }
     aside = failure_file(directory, rank).with_suffix(".part")
@@ -68,7 +69,9 @@ def write_failure(
 def first_failure(failures: list[RankFailure]) -> RankFailure:
     """The cause: the earliest failure that is not merely the echo of another rank's death."""
     causes = [failure for failure in failures if not failure.echo]
-    return min(causes or failures, key=lambda failure: failure.time)
+    # Among echoes a rank's own account says more than the signal that ended another.
+    told = [failure for failure in failures if failure.traceback]
+    return min(causes or told or failures, key=lambda failure: failure.time)
 
 
 def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: int) -> None:

@@ -18,6 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ridgeline.errors import UsageError
 from ridgeline.parallel.share import Share
 
+# torch 2.13 has renamed it, and warns of the name that 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class _Normalize(torch.autograd.Function):
     """x -> (x - mean) / sqrt(var + eps) with statistics of every rank; no affine part."""
@@ -33,7 +36,7 @@ class _Normalize(torch.autograd.Function):
         local = torch.cat([mean, var * count, count])
         world = dist.get_world_size(group)
         gathered = local.new_empty(world * local.numel())
-        dist.all_gather_into_tensor(gathered, local, group=group)
+        _all_gather(gathered, local, group=group)
         means, deviations, counts = gathered.view(world, -1).split(
             [x.shape[1], x.shape[1], 1], dim=1
         )

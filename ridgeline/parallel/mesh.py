@@ -6,6 +6,7 @@ the package asks torch for a global group. Called by `train/setup.py` and by `ri
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,11 +18,6 @@ from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
 
 JOIN_TIMEOUT = timedelta(minutes=10)
-
-_LEFT: list[dist.ProcessGroup | None] = []
-"""Groups that were left, kept from being destroyed. Torch's reducer, when it is the last to hold a
-group, joins the group's threads without letting go of Python's lock, and a thread that still has a
-finished collective to clear away waits for that lock: the rank would hang at the end of its run."""
 
 
 @dataclass(frozen=True)
@@ -106,5 +102,15 @@ def close_mesh(mesh: Mesh) -> None:
     A group that was there before the mesh is the caller's, and stays.
     """
     if mesh.owns_group and dist.is_initialized():
-        _LEFT.append(mesh.data_group)
+        _never_free(mesh.data_group)
         dist.destroy_process_group()
+
+
+def _never_free(group: dist.ProcessGroup | None) -> None:
+    """Keep a group that was left from ever being destroyed, also when the interpreter ends.
+
+    Torch's reducer, when it is the last to hold a group, joins the group's threads without letting
+    go of Python's lock, and a thread that still has a finished collective to clear away waits for
+    that lock: the rank would hang. Freed at the end of the process, the group can abort it instead.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

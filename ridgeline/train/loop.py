@@ -6,6 +6,7 @@ between two results; there are no callbacks. Called by `run.py`, tests and bench
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from ridgeline.train.setup import Training
@@ -36,6 +37,7 @@ def train_loop(training: Training) -> Iterator[StepResult]:
                 grad_norm=grad_norm,
                 lr=lr,
                 num_samples=batch.num_global,
+                time=time.time(),
                 times=clock.end_step(),
                 ends_epoch=batch.step + 1 == len(training.loader),
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import socket
 import statistics
-import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -145,7 +144,7 @@ class Recorder:
         return StepRecord(
             step=result.step,
             epoch=result.epoch,
-            time=time.time(),
+            time=result.time,
             loss=loss,
             lr=result.lr,
             num_samples=result.num_samples,

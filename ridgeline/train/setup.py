@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ridgeline.config import RunConfig
-from ridgeline.data.build import build_sources
+from ridgeline.data.build import SOURCES, build_sources
 from ridgeline.data.loader import Batch, Loader
 from ridgeline.data.source import Source
 from ridgeline.data.subset import FirstSamples
-from ridgeline.errors import UsageError
+from ridgeline.errors import UsageError, unknown_word
 from ridgeline.facts import MachineFacts, ModelFacts
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
@@ -36,7 +36,7 @@ from ridgeline.parallel.share import Share
 from ridgeline.train.clock import Clock, build_clock
 from ridgeline.train.objective import Objective, build_forward_backward
 from ridgeline.train.step import ForwardBackward, Update
-from ridgeline.train.tasks import Task, build_task, check_target
+from ridgeline.train.tasks import TASKS, Task, build_task, check_target
 
 _DTYPES = {
     "float32": torch.float32,
@@ -147,6 +147,17 @@ def check_batch(config: RunConfig, layout: Layout) -> None:
             f"train.batch={batch} is not divisible by dp={layout.dp} x accumulate="
             f"{layout.accumulate} = {pieces}; the nearest that are: train.batch={nearest}"
         )
+
+
+def check_names(config: RunConfig) -> None:
+    """Words that stand in no table, before any process is started; `module:name` is looked up there."""
+    for word, known, kind, place in (
+        (config.model.name, MODELS, "model", "model.name"),
+        (config.data.source, SOURCES, "source", "data.source"),
+        (config.train.task, {"auto", *TASKS}, "task", "train.task"),
+    ):
+        if ":" not in word and word not in known:
+            raise unknown_word(kind, word, known, place)
 
 
 def count_steps(config: RunConfig, per_epoch: int) -> int:

@@ -32,6 +32,8 @@ class StepResult:
     grad_norm: Tensor | None
     lr: float
     num_samples: int
+    time: float
+    """When the step was over for the host, in seconds since 1970."""
     times: Pending
     ends_epoch: bool
 

@@ -59,7 +59,25 @@ def _count(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _classify_loss(outputs: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(main_output(outputs), targets)
+    logits = main_output(outputs)
+    if logits.dim() != 2 or targets.dim() != 1:
+        raise _shapes("classify", "[samples, classes] and [samples]", logits, targets)
+    return F.cross_entropy(logits, targets)
+
+
+def _segment_loss(outputs: Any, targets: Tensor) -> Tensor:
+    logits = main_output(outputs)
+    if logits.dim() < 3 or logits.shape[2:] != targets.shape[1:]:
+        raise _shapes("segment", "[samples, classes, ...] and [samples, ...]", logits, targets)
+    return F.cross_entropy(logits, targets)
+
+
+def _shapes(task: str, wanted: str, outputs: Tensor, targets: Tensor) -> UsageError:
+    """Shapes that do not belong together; torch would broadcast some of them in silence."""
+    return UsageError(
+        f"task {task} wants outputs and targets shaped {wanted}, but they are "
+        f"{list(outputs.shape)} and {list(targets.shape)}; change the model, the data or train.task"
+    )
 
 
 def _classify_sums(outputs: Any, targets: Tensor) -> Sums:
@@ -104,7 +122,10 @@ def _masked_sums(outputs: Any, targets: Tensor) -> Sums:
 
 
 def _forecast_loss(outputs: Any, targets: Tensor) -> Tensor:
-    return F.mse_loss(main_output(outputs), targets)
+    predicted = main_output(outputs)
+    if predicted.shape != targets.shape:
+        raise _shapes("forecast", "alike", predicted, targets)
+    return F.mse_loss(predicted, targets)
 
 
 def _forecast_sums(outputs: Any, targets: Tensor) -> Sums:
@@ -126,7 +147,7 @@ TASKS: dict[str, Task] = {
     ),
     "segment": Task(
         "segment",
-        _classify_loss,  # cross-entropy over dimension 1 serves pixels as it serves images
+        _segment_loss,
         _segment_sums,
         metrics=("loss", "pixel_accuracy"),
         higher_is_better=frozenset({"pixel_accuracy"}),
@@ -166,7 +187,18 @@ def _user_loss(name: str) -> Loss:
     found = import_named(name, "train.task")
     if not callable(found):
         raise UsageError(f"train.task={name} is not a function of outputs and targets")
-    return found
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        value = found(outputs, targets)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else value
+            raise UsageError(
+                f"train.task={name} returned {what}; it should return one number as a tensor, the "
+                "mean loss over the samples it was given"
+            )
+        return value
+
+    return loss
 
 
 def check_target(target: dict[str, float], task: Task) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 
 def _end_with_launcher() -> None:
@@ -22,9 +23,10 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def main(argv: list[str]) -> int:
-    # The launcher decides when ranks end; Ctrl-C reaches it and it tells them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main(argv: list[str]) -> NoReturn:
+    # The launcher alone hears Ctrl-C (ranks have sessions of their own) and passes it on; a rank that
+    # hears it ends at once, also in the middle of a collective, where Python's handler would wait.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with_launcher()
     path = Path(argv[0])
     from ridgeline.config import load_config
@@ -34,17 +36,19 @@ def main(argv: list[str]) -> int:
 
     run = RunDir.open(path)
     env = read_rank_env()
+    code = 0
     try:
         from ridgeline.train.run import run_training
 
         run_training(load_config(run.file(CONFIG)).config, env, run)
     except Exception as error:
         write_failure(run.file(LOGS), env.rank, time.time(), error, traceback.format_exc())
-        # Skip interpreter shutdown, where a communication thread waiting for a peer could hang.
-        sys.stdout.flush()
-        os._exit(2 if getattr(error, "exit_code", 1) == 2 else 1)
-    return 0
+        code = 2 if getattr(error, "exit_code", 1) == 2 else 1
+    # Skip interpreter shutdown, where a communication thread could still wait for a peer.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.data.order import piece_bounds
+from ridgeline.errors import UsageError
 from ridgeline.parallel.batchnorm import SyncBatchNorm, apply_sync_batch_norm
 from ridgeline.parallel.share import Share
 
@@ -191,3 +192,27 @@ def evaluate_alone() -> float:
 
 def test_evaluation_without_running_statistics_does_not_wait(ranks: Any) -> None:
     assert ranks(2, evaluate_alone, timeout=5.0) == [pytest.approx(1.0, abs=1e-4)] * 2
+
+
+class NormAndActivation(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def convert_odd_ones() -> tuple[str, bool]:
+    group = torch.distributed.group.WORLD
+    try:
+        apply_sync_batch_norm(nn.Sequential(nn.Linear(2, 2), NormAndActivation(2)), group, Share())
+        message = "no error"
+    except UsageError as error:
+        message = str(error)
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(norm, nn.Linear(2, 2), norm)
+    apply_sync_batch_norm(model, group, Share())
+    return message, isinstance(model[0], SyncBatchNorm) and model[0] is model[2]
+
+
+def test_norms_that_are_more_than_norms_and_norms_in_two_places(ranks: Any) -> None:
+    for message, is_one in ranks(2, convert_odd_ones):
+        assert "1 is a NormAndActivation" in message
+        assert is_one

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -347,3 +349,107 @@ def test_every_rank_hears_how_a_run_ended(ranks: Any) -> None:
         assert many[0] == one[0] == 5
         assert many[1] == pytest.approx(one[1], rel=1e-12)
         assert many[2] == pytest.approx(one[2], rel=1e-12)
+
+
+# Ways around the reduction
+
+
+class Detour(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        # As position tables are often kept: a view whose elements share memory.
+        self.register_buffer("ids", torch.arange(3.0)[None].expand(4, 3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).sum()
+
+    def describe(self) -> str:
+        return "a linear layer"
+
+
+def go_round() -> str:
+    model = replicate(Detour())
+    assert model.describe() == "a linear layer"
+    with torch.no_grad():
+        model.loss(torch.ones(1, 3))  # nothing to reduce
+    try:
+        model.loss(torch.ones(1, 3))
+    except ridgeline.UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_method_is_no_way_around_the_reduction(ranks: Any) -> None:
+    for message in ranks(2, go_round):
+        assert "model.loss(...)" in message
+        assert "model(...)" in message
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    name: str = "out"
+
+
+class Boxed(nn.Module):
+    """Returns its output bare, in a dataclass, or in something nobody can look into."""
+
+    def __init__(self, box: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.box = nn.Linear(3, 2).double(), box
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.linear(x)
+        if self.box == "opaque":
+            return SimpleNamespace(logits=out)
+        return Output(out) if self.box == "dataclass" else out
+
+
+def boxed_gradient(box: str) -> list[float] | str:
+    """Of three samples in one batch of four: uneven on two ranks."""
+    job = ridgeline.start(device="cpu")
+    model = job.parallelize(Boxed(box))
+    data = TensorDataset(torch.arange(9.0, dtype=torch.float64).view(3, 3))
+    for (x,) in job.loader(data, batch_size=4, shuffle=False):
+        try:
+            out = model(x)
+        except ridgeline.UsageError as error:
+            return str(error)
+        out = out if box == "tensor" else out.logits
+        out.square().sum(1).mean().backward()
+    return model.linear.weight.grad.flatten().tolist()
+
+
+def test_an_uneven_batch_is_weighed_inside_a_dataclass(ranks: Any) -> None:
+    alone = ranks(1, boxed_gradient, "tensor")[0]
+    for box in ("tensor", "dataclass"):
+        for found in ranks(2, boxed_gradient, box):
+            assert found == pytest.approx(alone, rel=1e-12)
+    for message in ranks(2, boxed_gradient, "opaque"):
+        assert "SimpleNamespace" in message
+
+
+def mean_around_another_loader() -> float:
+    job = ridgeline.start(device="cpu")
+    values = TensorDataset(torch.arange(3.0))
+    means = []
+    for (x,) in job.loader(values, batch_size=4, shuffle=False):
+        for _ in job.loader(TensorDataset(torch.zeros(8)), batch_size=4):
+            pass
+        means.append(job.mean(x.mean()))
+    return means[0]
+
+
+def test_a_loader_inside_a_loop_leaves_the_weights_alone(ranks: Any) -> None:
+    assert ranks(2, mean_around_another_loader) == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("layout", ["accumulate=4", "precision=fp16"])
+def test_what_an_own_loop_would_ignore_is_refused(layout: str) -> None:
+    with pytest.raises(ridgeline.UsageError, match=layout):
+        ridgeline.start(layout, device="cpu")

@@ -385,3 +385,22 @@ def test_recipes_are_found_by_name_and_by_path(tmp_path: Path) -> None:
 def test_a_target_that_is_never_evaluated_is_refused() -> None:
     with pytest.raises(UsageError, match=r"train\.target .* train\.eval_samples=0"):
         load_config(find_recipe("digits"), ["train.eval_samples=0"])
+
+
+def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
+    recipe = tmp_path / "twice.yaml"
+    recipe.write_text("train: {lr: 1}\ndata: {}\ntrain: {lr: 2}\n")
+    with pytest.raises(UsageError, match=r"twice\.yaml, line 3: the key 'train' stands twice"):
+        load_config(recipe)
+
+
+@pytest.mark.parametrize("override", ["train.lr=.inf", "train.lr=.nan", "train.clip=.inf"])
+def test_numbers_are_finite(override: str) -> None:
+    with pytest.raises(UsageError, match="is not a finite number"):
+        load_config(find_recipe("digits"), [override])
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", ".hidden", "''"])
+def test_a_name_stays_in_its_directory(name: str) -> None:
+    with pytest.raises(UsageError, match="directory's name"):
+        load_config(find_recipe("digits"), [f"name={name}"])

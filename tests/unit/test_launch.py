@@ -136,3 +136,16 @@ def test_when_all_are_echoes_the_first_of_them_is_shown(tmp_path: Path) -> None:
 def test_a_killed_rank_is_a_cause(tmp_path: Path) -> None:
     killed = RankFailure(3, 9.0, "was killed by SIGKILL")
     assert first_failure([*failures_of(tmp_path, (1.0, ECHOES[0])), killed]) == killed
+
+
+def test_a_type_error_is_no_echo(tmp_path: Path) -> None:
+    write_failure(tmp_path, 1, 5.0, TypeError("loss() takes 1 positional argument"), "trace")
+    assert json.loads(failure_file(tmp_path, 1).read_text())["echo"] is False
+    write_failure(tmp_path, 0, 4.0, RuntimeError("Connection closed by peer [127.0.0.1]"), "trace")
+    assert json.loads(failure_file(tmp_path, 0).read_text())["echo"] is True
+
+
+def test_among_echoes_an_account_says_more_than_a_signal() -> None:
+    signal = RankFailure(0, 1.0, "was killed by SIGTERM", echo=True)
+    account = RankFailure(1, 2.0, "RuntimeError: gloo: timed out", echo=True, traceback="trace")
+    assert first_failure([signal, account]) is account

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,29 @@ def test_unknown_tasks_and_metrics() -> None:
         build_task("clasify", "classify")
     with pytest.raises(UsageError, match=r"'acuracy' in train\.target; did you mean 'accuracy'"):
         check_target({"loss": 1.0, "acuracy": 0.9}, TASKS["classify"])
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "targets"),
+    [
+        ("forecast", torch.ones(4, 1), torch.ones(4)),  # would broadcast to 4 x 4
+        ("segment", torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)),
+        ("classify", torch.ones(4, 3, 2), torch.zeros(4, 2, dtype=torch.int64)),
+    ],
+)
+def test_shapes_that_do_not_belong_together(task: str, outputs: Any, targets: Any) -> None:
+    with pytest.raises(
+        UsageError, match=rf"task {task} wants .*{re.escape(str(list(outputs.shape)))}"
+    ):
+        build_task(task, "").loss(outputs, targets)
+
+
+@pytest.mark.parametrize("value", ["outputs", "None", "1.0"])
+def test_a_loss_of_ones_own_has_to_be_one_number(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_losses.py").write_text(f"def odd(outputs, targets):\n    return {value}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_losses", raising=False)
+    with pytest.raises(UsageError, match="should return one number as a tensor"):
+        build_task("odd_losses:odd", "").loss(torch.ones(2), torch.ones(2))

@@ -476,3 +476,56 @@ def test_time_left_counts_evaluations(
     now += 100.0
     lines.step(step_of(12))
     assert "ETA 17 s" in capsys.readouterr().out  # 9 steps at (11 + 10) / 11 s
+
+
+OWN_NETS = """
+import torch
+from torch import nn
+
+class Looks(nn.Module):
+    \"\"\"Reads values in its constructor, which the meta device has none of; keeps extra state.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
+        self.linear = nn.Linear(8, 4)
+
+    def get_extra_state(self):
+        return {"rates": self.rates}
+
+    def set_extra_state(self, state):
+        self.rates = state["rates"]
+
+    def forward(self, x):
+        return self.linear(x)
+
+class Frozen(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 4)
+        self.requires_grad_(False)
+"""
+
+
+@pytest.fixture
+def own_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_nets.py").write_text(OWN_NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def own_config(*overrides: str) -> RunConfig:
+    base = ["data.source=synthetic", "data.args.shape=[8]", "data.args.classes=4", "train.steps=2"]
+    return load_config(None, [*base, "train.batch=4", "device=cpu", *overrides]).config
+
+
+def test_a_model_that_reads_values_when_it_is_built(own_nets: Path) -> None:
+    run = RunDir.create(own_nets, "looks")
+    run_training(own_config("model.name=own_nets:Looks"), ALONE, run)
+    assert run.read_json(rundir.FACTS)["model"]["flops_source"] == "6N"
+    assert len(run.steps()) == 2
+    assert run.file(rundir.WEIGHTS).exists()
+
+
+def test_a_model_with_nothing_to_train(own_nets: Path) -> None:
+    with pytest.raises(UsageError, match="no parameter of own_nets:Frozen is trainable"):
+        run_training(own_config("model.name=own_nets:Frozen"), ALONE)
