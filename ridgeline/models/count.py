@@ -34,16 +34,10 @@ def count_model(
     parameters = list(model.parameters())
     num_parameters = sum(p.numel() for p in parameters)
     num_samples = inputs.shape[0]
-    try:
-        if not trace:
-            raise NotImplementedError
-        forward, total = _count(model, inputs, targets, objective)
-        source = "counted"
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
-        # Control flow that depends on values cannot run on meta: fall back to the usual estimate.
-        forward = 2.0 * num_parameters * units_per_sample * num_samples
-        total = 3.0 * forward
-        source = "6N"
+    counted = _count(model, inputs, targets, objective) if trace else None
+    # Without a count, the usual estimate: two FLOPs a parameter forward, twice that backward.
+    forward = 2.0 * num_parameters * units_per_sample * num_samples
+    forward, total = counted or (forward, 3.0 * forward)
     return ModelFacts(
         name=name,
         num_parameters=num_parameters,
@@ -51,7 +45,7 @@ def count_model(
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         train_flops_per_sample=total / num_samples,
         forward_flops_per_sample=forward / num_samples,
-        flops_source=source,
+        flops_source="counted" if counted else "6N",
         sample_shape=tuple(inputs.shape[1:]),
         units_per_sample=units_per_sample,
         unit=unit,
@@ -60,10 +54,14 @@ def count_model(
 
 def _count(
     model: nn.Module, inputs: Tensor, targets: Tensor, objective: Objective
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
+    """FLOPs forward and in all; None for a module whose control flow depends on values, which the
+    meta device has none of."""
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
-        loss = objective(model, inputs, targets)
-        forward = float(counter.get_total_flops())
-        loss.backward()
-        total = float(counter.get_total_flops())
-    return forward, total
+        try:
+            loss = objective(model, inputs, targets)
+            forward = float(counter.get_total_flops())
+            loss.backward()
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+            return None
+        return forward, float(counter.get_total_flops())
