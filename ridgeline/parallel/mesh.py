@@ -7,6 +7,7 @@ the package asks torch for a global group. Called by `train/setup.py` and by `ri
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
 
 JOIN_TIMEOUT = timedelta(minutes=10)
+_DRAIN_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ def close_mesh(mesh: Mesh) -> None:
     A group that was there before the mesh is the caller's, and stays.
     """
     if mesh.owns_group and dist.is_initialized():
+        # A communication thread may still have to clear the last collective's tensors away, for
+        # which it needs Python's lock; past the end of the interpreter, asking for it is an abort.
+        time.sleep(_DRAIN_S)
         _never_free(mesh.data_group)
         dist.destroy_process_group()
 
