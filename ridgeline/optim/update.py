@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Update = Callable[[], Tensor | None]
+"""Clips, steps and clears the gradients; returns their global norm where one was computed."""
 
 
 def build_update(

@@ -53,10 +53,6 @@ class Mesh:
             dist.all_reduce(value, group=self.data_group)
         return value
 
-    def barrier(self) -> None:
-        if self.data_group is not None:
-            dist.barrier(group=self.data_group)
-
 
 def choose_device(choice: str, env: RankEnv) -> torch.device:
     """The device of this rank for `device: auto|cpu|cuda`."""

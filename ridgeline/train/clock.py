@@ -18,7 +18,6 @@ Times = dict[str, float]
 class Pending(Protocol):
     """The parts of one step, some of which may still be running on the device."""
 
-    def is_done(self) -> bool: ...
     def read(self) -> Times: ...
 
 
@@ -36,9 +35,6 @@ class Clock(Protocol):
 class _HostTimes:
     def __init__(self, times: Times) -> None:
         self._times = times
-
-    def is_done(self) -> bool:
-        return True
 
     def read(self) -> Times:
         return self._times
@@ -70,9 +66,6 @@ class HostClock:
 class _CudaTimes:
     def __init__(self, marks: list[tuple[str, torch.cuda.Event]], begin: torch.cuda.Event) -> None:
         self._marks, self._begin = marks, begin
-
-    def is_done(self) -> bool:
-        return self._marks[-1][1].query()
 
     def read(self) -> Times:
         self._marks[-1][1].synchronize()

@@ -28,14 +28,14 @@ from ridgeline.models.build import MODELS, build_model
 from ridgeline.models.count import count_model
 from ridgeline.optim.build import build_optimizer
 from ridgeline.optim.schedules import Factor, build_schedule, fit_warmup, scale_lr
-from ridgeline.optim.update import build_update
+from ridgeline.optim.update import Update, build_update
 from ridgeline.parallel.apply import parallelize
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
 from ridgeline.parallel.precision import Precision, build_precision
 from ridgeline.parallel.share import Share
 from ridgeline.train.clock import Clock, build_clock
 from ridgeline.train.objective import Objective, build_forward_backward
-from ridgeline.train.step import ForwardBackward, Update
+from ridgeline.train.step import ForwardBackward
 from ridgeline.train.tasks import TASKS, Task, build_task, check_target
 
 _DTYPES = {

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ridgeline.data.loader import Batch
+from ridgeline.optim.update import Update
 from ridgeline.train.clock import Clock, Pending
 
 ForwardBackward = Callable[[Batch, Clock], Tensor]
 """Leaves gradients of the global batch's loss; returns this rank's share of that loss."""
-
-Update = Callable[[], Tensor | None]
-"""Clips, steps and clears the gradients; returns their global norm where one was computed."""
 
 
 @dataclass(frozen=True)
