@@ -60,7 +60,11 @@ class Synthetic:
         device = torch.device(device)
         if device not in self._pools:
             self._pools[device] = tuple(part.to(device) for part in self._make_pool())
-        rows = torch.from_numpy(indices % self._spec.distinct).to(device, non_blocking=True)
+        rows = torch.from_numpy(indices % self._spec.distinct)
+        if device.type == "cuda":
+            # From ordinary memory the copy would wait for everything the device still has to do.
+            rows = rows.pin_memory()
+        rows = rows.to(device, non_blocking=True)
         return tuple(part.index_select(0, rows) for part in self._pools[device])
 
     def _make_pool(self) -> tuple[Tensor, Tensor]:
