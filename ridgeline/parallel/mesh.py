@@ -1,46 +1,129 @@
-"""Who talks to whom: the device of this rank and the process groups, made in this one place.
+"""Who talks to whom: the device of this rank and every process group, made in this one place.
 
-`build_mesh` joins the job and returns a `Mesh`; every technique is handed that value, and nothing in
-the package asks torch for a global group. Called by `train/setup.py` and by `ridgeline.start`.
+`build_mesh` joins the job and lays the ranks out along named axes, slowest links first: by default
+`pp, dp, cp, spatial, tp`, so that tensor-parallel neighbours have consecutive ranks and share a node,
+then the tiles of an image, then the parts of a sequence. Every technique is handed a `Mesh`, and
+nothing in the package asks torch for a global group. Called by `train/setup.py` and `ridgeline.start`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from ridgeline.errors import UsageError
+from ridgeline.errors import UsageError, unknown_word
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
 
 JOIN_TIMEOUT = timedelta(minutes=10)
 _DRAIN_S = 0.25
 
+ORDER: Final = ("pp", "dp", "cp", "spatial", "tp")
+"""Axes from the slowest links to the fastest."""
+
+_INNER: Final = {"dp": ("copies", "shard"), "spatial": ("rows", "columns")}
+"""Axes that are two: replicas are groups of shards, tiles have rows and columns."""
+
+Partition = tuple[tuple[int, ...], ...]
+
+GRADIENT_AXES: Final = ("copies", "shard", "cp", "rows", "columns")
+"""Ranks along these hold the same parameters and parts of one gradient."""
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's device and the group it averages gradients with."""
+    """This rank's device, its place along each axis, and its groups."""
 
     env: RankEnv
     layout: Layout
     device: torch.device
-    data_group: dist.ProcessGroup | None
-    """Ranks that hold the same weights and see different samples; None when this rank is alone."""
+    sizes: dict[str, int]
+    """Ranks along each axis, outermost first; the product is the world."""
     owns_group: bool = False
     """Whether `build_mesh` made torch's default group, so that closing the mesh has to end it."""
+    _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def axis_size(self, *axes: str) -> int:
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along these axes only; None when it is alone."""
+        used = self._used(axes)
+        if not used:
+            return None
+        return self._groups[used]
+
+    def axis_rank(self, *axes: str) -> int:
+        """This rank's number in `group(*axes)`."""
+        group = self.group(*axes)
+        return dist.get_rank(group) if group is not None else 0
+
+    def _used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """The sub-mesh of these axes that this rank is in, for DTensor and FSDP2.
+
+        An axis may be several joined by `+`, as in `device_mesh("copies+cp", "shard")`.
+        """
+        parts = [tuple(axis.split("+")) for axis in axes]
+        groups = [self._groups[self._used(part)] for part in parts]
+        ranks = torch.tensor(self._block(parts)).view([self.axis_size(*part) for part in parts])
+        mesh = DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0],
+            self.device.type,
+            mesh=ranks if len(groups) > 1 else None,
+            mesh_dim_names=axes,
+        )
+        return mesh
+
+    def _block(self, parts: list[tuple[str, ...]]) -> list[int]:
+        """Ranks of the sub-mesh in row-major order of `parts`."""
+        here = _coordinates(self.env.rank, self.sizes)
+        ranges = []
+        for part in parts:
+            used = [a for a in self.sizes if a in part]
+            ranges.append(
+                [
+                    dict(zip(used, place, strict=True))
+                    for place in itertools.product(*(range(self.sizes[a]) for a in used))
+                ]
+            )
+        return [
+            _rank_at({**here, **{k: v for place in places for k, v in place.items()}}, self.sizes)
+            for places in itertools.product(*ranges)
+        ]
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """Ranks that see different samples; None when this rank sees them all."""
+        return self.group("copies", "shard")
 
     @property
     def data_rank(self) -> int:
-        return dist.get_rank(self.data_group) if self.data_group is not None else 0
+        return self.axis_rank("copies", "shard")
 
     @property
     def data_size(self) -> int:
-        return dist.get_world_size(self.data_group) if self.data_group is not None else 1
+        return self.axis_size("copies", "shard")
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """Ranks whose gradients of the same parameters are averaged."""
+        return self.group(*GRADIENT_AXES)
+
+    @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        return self.group(*self.sizes)
 
     @property
     def is_main(self) -> bool:
@@ -52,6 +135,11 @@ class Mesh:
         if self.data_group is not None:
             dist.all_reduce(value, group=self.data_group)
         return value
+
+    def __str__(self) -> str:
+        """The axes from the slowest links to the fastest, as in `pp=2 > dp=4 > tp=2`."""
+        used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
+        return " > ".join(used) or "one process"
 
 
 def choose_device(choice: str, env: RankEnv) -> torch.device:
@@ -71,7 +159,36 @@ def choose_device(choice: str, env: RankEnv) -> torch.device:
     return torch.device("cuda", env.local_rank)
 
 
-def build_mesh(env: RankEnv, layout: Layout, device: torch.device) -> Mesh:
+def read_order(text: str, place: str = "axes") -> tuple[str, ...]:
+    """An order of axes such as `dp,pp,cp,spatial,tp`, slowest links first; each once."""
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    for name in names:
+        if name not in ORDER:
+            raise unknown_word("axis", name, ORDER, place)
+    if sorted(names) != sorted(ORDER):
+        raise UsageError(f"{place}={text} has to name each of {', '.join(ORDER)} once")
+    return names
+
+
+def axis_sizes(layout: Layout, order: tuple[str, ...] = ORDER) -> dict[str, int]:
+    """Ranks along each axis, outermost first."""
+    shard = layout.shard or (layout.dp if layout.zero else 1)
+    sizes = {
+        "pp": layout.pp,
+        "copies": layout.dp // shard,
+        "shard": shard,
+        "cp": layout.cp,
+        "rows": layout.spatial[0],
+        "columns": layout.spatial[1],
+        "tp": layout.tp,
+    }
+    names = [axis for name in order for axis in _INNER.get(name, (name,))]
+    return {name: sizes[name] for name in names}
+
+
+def build_mesh(
+    env: RankEnv, layout: Layout, device: torch.device, order: tuple[str, ...] = ORDER
+) -> Mesh:
     """Join the other ranks. Every rank calls this once, before anything else distributed."""
     if layout.world_size != env.world_size:
         raise UsageError(
@@ -79,8 +196,9 @@ def build_mesh(env: RankEnv, layout: Layout, device: torch.device) -> Mesh:
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    sizes = axis_sizes(layout, order)
     if env.world_size == 1:
-        return Mesh(env, layout, device, None)
+        return Mesh(env, layout, device, sizes)
     joined = dist.is_initialized()
     if not joined:
         cuda = device.type == "cuda"
@@ -91,7 +209,83 @@ def build_mesh(env: RankEnv, layout: Layout, device: torch.device) -> Mesh:
             timeout=JOIN_TIMEOUT,
             device_id=device if cuda else None,
         )
-    return Mesh(env, layout, device, dist.group.WORLD, owns_group=not joined)
+    groups = _make_groups(env.rank, sizes, layout)
+    return Mesh(env, layout, device, sizes, owns_group=not joined, _groups=groups)
+
+
+def _make_groups(
+    rank: int, sizes: dict[str, int], layout: Layout
+) -> dict[tuple[str, ...], dist.ProcessGroup]:
+    """The groups that this rank is in, by their axes; made in the same order on every rank."""
+    wanted = [(axis,) for axis in sizes]
+    wanted += [
+        ("copies", "shard"),
+        ("copies", "cp", "rows", "columns"),
+        ("rows", "columns"),
+        GRADIENT_AXES,
+        tuple(sizes),
+    ]
+    here = _coordinates(rank, sizes)
+    groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+    if layout.tp > 1 or layout.cp > 1 or layout.zero == 3:
+        # DTensor and FSDP2 want a group along each of their axes, also where it has one rank.
+        groups[()] = _group_of([[other] for other in range(math.prod(sizes.values()))])
+    for axes in wanted:
+        used = tuple(a for a in sizes if a in axes and sizes[a] > 1)
+        if used and used not in groups:
+            others = [a for a in sizes if a not in used]
+            lists = []
+            for fixed in itertools.product(*(range(sizes[a]) for a in others)):
+                place = dict(zip(others, fixed, strict=True))
+                lists.append(_members({**here, **place}, used, sizes))
+            groups[used] = _group_of(lists)
+    return groups
+
+
+_made: dict[int, tuple[dist.ProcessGroup, dict[Partition, dist.ProcessGroup]]] = {}
+"""Groups already made under a default group, by its id and how they divide the ranks: torch keeps them for its lifetime anyway, and
+each costs threads and connections, so that a second mesh over the same ranks takes them again."""
+
+
+def _group_of(lists: list[list[int]]) -> dist.ProcessGroup:
+    """The group of the list that holds this rank; every rank calls this with the same lists."""
+    world = dist.group.WORLD
+    assert world is not None
+    if len(lists) == 1:
+        return world
+    if id(world) not in _made or _made[id(world)][0] is not world:
+        _made.clear()
+        _made[id(world)] = (world, {})
+    made = _made[id(world)][1]
+    partition = tuple(sorted(tuple(ranks) for ranks in lists))
+    if partition not in made:
+        group, _ = dist.new_subgroups_by_enumeration(
+            [list(ranks) for ranks in partition], timeout=JOIN_TIMEOUT
+        )
+        assert group is not None
+        made[partition] = group
+    return made[partition]
+
+
+def _members(place: dict[str, int], used: tuple[str, ...], sizes: dict[str, int]) -> list[int]:
+    return [
+        _rank_at({**place, **dict(zip(used, along, strict=True))}, sizes)
+        for along in itertools.product(*(range(sizes[a]) for a in used))
+    ]
+
+
+def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    place: dict[str, int] = {}
+    for axis in reversed(sizes):
+        rank, place[axis] = divmod(rank, sizes[axis])
+    return place
+
+
+def _rank_at(place: dict[str, int], sizes: dict[str, int]) -> int:
+    rank = 0
+    for axis, size in sizes.items():
+        rank = rank * size + place[axis]
+    return rank
 
 
 def close_mesh(mesh: Mesh) -> None:
@@ -103,7 +297,9 @@ def close_mesh(mesh: Mesh) -> None:
         # A communication thread may still have to clear the last collective's tensors away, for
         # which it needs Python's lock; past the end of the interpreter, asking for it is an abort.
         time.sleep(_DRAIN_S)
-        _never_free(mesh.data_group)
+        _never_free(dist.group.WORLD)
+        for group in mesh._groups.values():
+            _never_free(group)
         dist.destroy_process_group()
 
 

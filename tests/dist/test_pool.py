@@ -107,7 +107,7 @@ def test_closing_a_mesh_leaves_a_group_it_did_not_make(ranks: Any) -> None:
 def test_closing_a_mesh_ends_the_group_it_made() -> None:
     env = read_rank_env({})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = Mesh(env, Layout(), torch.device("cpu"), dist.group.WORLD, owns_group=True)
+    mesh = Mesh(env, Layout(), torch.device("cpu"), {}, owns_group=True)
     close_mesh(mesh)
     assert not dist.is_initialized()
     close_mesh(mesh)  # twice does no harm
