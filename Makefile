@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-TORCH_FREE := ridgeline/errors.py ridgeline/named.py ridgeline/layout.py ridgeline/typed.py ridgeline/config.py \
+TORCH_FREE := ridgeline/errors.py ridgeline/named.py ridgeline/composition.py ridgeline/layout.py ridgeline/typed.py ridgeline/config.py \
 	ridgeline/rundir.py ridgeline/facts.py ridgeline/launch ridgeline/report ridgeline/cli.py
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench parity clean
 
 setup: $(READY)
 
@@ -28,6 +28,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TORCH_FREE)
 	$(BIN)/python -m pytest tests/rules
+
+# Every kind of model in every layout that the table allows, on 1 to 8 processes.
+parity: setup
+	$(BIN)/python tests/parity/table.py
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py

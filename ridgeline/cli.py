@@ -155,6 +155,41 @@ def _add_event(run: RunDir, event: str, **details: str) -> None:
 
 
 @app.command()
+def verify(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file.")],
+    overrides: Overrides = None,
+    layout: Annotated[
+        list[str] | None, typer.Option("--layout", help="A layout to prove; may be given again.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every layout the table allows on up to -n processes.")
+    ] = False,
+    processes: Annotated[int, typer.Option("-n", help="Processes for --all.", min=1)] = 4,
+    steps: Annotated[int, typer.Option(help="Training steps to compare.", min=1)] = 3,
+    full: Annotated[
+        bool, typer.Option("--full", help="Show refused layouts' reasons too.")
+    ] = False,
+) -> None:
+    """Prove layouts: the same losses, gradients and weights as one device, or the first that differs."""
+    from ridgeline.config import find_recipe, load_config
+    from ridgeline.layout import Layout
+
+    config = load_config(find_recipe(recipe), overrides or []).config
+    if every == bool(layout):
+        raise UsageError("verify needs either --layout (once or more) or --all")
+    _require_torch()
+    from ridgeline.verify.layouts import all_layouts
+    from ridgeline.verify.show import show_rows
+
+    chosen = [Layout.parse(text, "--layout") for text in layout or []]
+    wanted = Layout.parse(config.layout, "layout").precision
+    chosen = chosen or all_layouts(processes)
+    summary = show_rows(config, chosen, steps, wanted, every, full)
+    if summary:
+        raise RunError(summary)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="One run directory, or several to compare.")],
     out: Annotated[

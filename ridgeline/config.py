@@ -169,6 +169,8 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     layout: str = ""
     """Parallel arrangement in its text form, e.g. dp=2,precision=bf16."""
+    axes: str = "pp,dp,cp,spatial,tp"
+    """Order in which ranks are laid out along the axes of the layout, slowest links first."""
     device: str = "auto"
     """cpu, cuda, or auto: the accelerator when there is one."""
     threads: int | None = None

@@ -1,10 +1,10 @@
 """The layout: one value for how a job is spread over processes, its text form, and what composes.
 
 `dp=4,zero=3,precision=bf16` means the same on the command line, in YAML, in a run directory and in
-a test's name, because all of them go through `Layout.parse` and `str`. The composition table below
-(`_APART` and `_NEEDS`) is the only list of what goes together: configuration checking, the planner,
-the documentation's matrix and the parity tests read it and keep none of their own. Called by
-`config`, `plan`, `parallel`, `verify` and `cli`; it imports nothing but the standard library.
+a test's name, because all of them go through `Layout.parse` and `str`. Which techniques go together is
+the table of `composition.py`; which values of two fields do is `_NEEDS` below. Configuration checking,
+the planner, the documentation's matrix and the parity tests read these and keep no list of their own.
+Called by `config`, `plan`, `parallel`, `verify` and `cli`; imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -15,129 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ridgeline.composition import APART, AVAILABLE, TECHNIQUES
 from ridgeline.errors import UsageError, unknown_word
-
-AVAILABLE: Final = frozenset(
-    {"dp", "accumulate", "compile", "graphs", "precision=tf32", "precision=bf16", "precision=fp16"}
-)
-"""The techniques that this release can run; a technique is finished when its name stands here."""
-
-TECHNIQUES: Final[dict[str, str]] = {
-    "dp": "data parallelism",
-    "zero=1": "sharding of optimizer state",
-    "zero=2": "sharding of optimizer state and gradients",
-    "zero=3": "sharding of optimizer state, gradients and weights",
-    "shard": "hybrid sharding",
-    "tp": "tensor parallelism",
-    "sp": "sequence parallelism",
-    "cp": "context parallelism",
-    "pp": "pipeline parallelism",
-    "schedule=gpipe": "the GPipe schedule",
-    "schedule=interleaved": "the interleaved schedule",
-    "schedule=zerobubble": "the zero-bubble schedule",
-    "spatial": "domain decomposition",
-    "ep": "expert parallelism",
-    "recompute=selective": "selective activation checkpointing",
-    "recompute=full": "full activation checkpointing",
-    "offload=optimizer": "keeping optimizer state on the host",
-    "offload=params": "keeping parameters on the host",
-    "offload=activations": "keeping activations on the host",
-    "precision=tf32": "tf32 arithmetic",
-    "precision=bf16": "bf16 arithmetic",
-    "precision=fp16": "fp16 arithmetic with loss scaling",
-    "precision=fp8": "fp8 arithmetic",
-    "compile": "the compiler",
-    "graphs": "CUDA graph capture",
-    "accumulate": "gradient accumulation",
-    "compress": "gradient compression",
-    "sync=local": "synchronising every k steps only",
-    "sync=async": "asynchronous updating",
-}
-"""Every technique by the text that switches it on, in the order of `Layout`'s fields."""
-
-_ZERO = ("zero=1", "zero=2", "zero=3")
-_OFFLOAD = ("offload=optimizer", "offload=params", "offload=activations")
-
-_APART: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]] = (
-    # Each on the left with each on the right: refused. The right one is given up first when the
-    # nearest layout that works is looked for. Everything that is not here composes.
-    (
-        ("spatial",),
-        ("tp", "sp", "cp", "ep"),
-        "spatial tiles an image while the other splits matrices, sequences or experts, "
-        "and no model has layers for both",
-    ),
-    (("spatial",), ("precision=fp8",), "fp8 covers matrix products, not convolutions"),
-    (
-        ("schedule=zerobubble",),
-        ("zero=3",),
-        "weight gradients run after the block's weights were resharded, "
-        "which gives wrong gradients without an error",
-    ),
-    (
-        ("schedule=zerobubble",),
-        ("compile",),
-        "a compiled stage has one fused backward that cannot be split into input and weight parts",
-    ),
-    (
-        ("schedule=zerobubble",),
-        ("recompute=selective", "recompute=full"),
-        "the split backward would recompute every block twice",
-    ),
-    (("pp",), ("accumulate",), "a pipeline accumulates over its microbatches; raise those instead"),
-    (
-        ("pp", "ep"),
-        ("graphs",),
-        "the host decides what is sent in each step, and a captured graph would freeze it",
-    ),
-    (
-        ("zero=2", "zero=3", *_OFFLOAD),
-        ("graphs",),
-        "tensors move to other addresses in every step, and a captured graph has fixed ones",
-    ),
-    (
-        ("dp", "accumulate"),
-        ("graphs",),
-        "gradients of a captured backward live where the next replay writes, "
-        "so they cannot be added up or reduced while it runs",
-    ),
-    (
-        ("graphs",),
-        ("compress",),
-        "a compression hook decides in Python on each step, and a captured graph would freeze it",
-    ),
-    (
-        _ZERO,
-        ("compress",),
-        "compression works on whole reduced gradients, and sharded replicas never hold those",
-    ),
-    (
-        ("tp", "sp", "ep"),
-        ("compress",),
-        "compression works on plain gradients that all ranks reduce together, "
-        "and these are split or belong to some ranks only",
-    ),
-    (
-        _ZERO,
-        ("sync=local", "sync=async"),
-        "replicas drift apart between synchronisations, so they cannot own shards of one state",
-    ),
-    (
-        ("ep",),
-        ("sync=local", "sync=async"),
-        "replicas share experts and must exchange tokens in every step",
-    ),
-    (
-        ("sync=local", "sync=async"),
-        ("compress",),
-        "weights are exchanged, not gradients, so there is nothing to compress",
-    ),
-    (
-        ("tp", "sp", "cp", "pp", "spatial"),
-        ("sync=async",),
-        "asynchronous replicas exchange whole models with a server, one process each",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -430,7 +309,7 @@ def techniques(layout: Layout) -> tuple[str, ...]:
 
 def why_apart(first: str, second: str) -> str | None:
     """Why two techniques do not compose, or None when they do."""
-    for left, right, reason in _APART:
+    for left, right, reason in APART:
         if (first in left and second in right) or (second in left and first in right):
             return reason
     return None
@@ -499,7 +378,7 @@ def _broken(layout: Layout) -> Iterator[tuple[tuple[str, str], str]]:
             shown = [f"{n}={_show_value(getattr(layout, n))}" for n in need.fields]
             yield (first, second), f"{shown[0]} and {shown[1]} do not compose: {need.text}"
     used = techniques(layout)
-    for left, right, reason in _APART:
+    for left, right, reason in APART:
         for first in (name for name in used if name in left):
             for second in (name for name in used if name in right):
                 fields = (first.partition("=")[0], second.partition("=")[0])

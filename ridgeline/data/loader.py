@@ -13,6 +13,7 @@ price is that the source must pickle, and that a script needs its `if __name__ =
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -135,6 +136,13 @@ class Loader:
     def __len__(self) -> int:
         """Batches an epoch."""
         return num_batches(len(self.source), self.batch, self.drop_last)
+
+    def dealt_to(self, rank: int, world: int) -> Loader:
+        """The loader that another rank of another number of ranks would have."""
+        check_sizes(len(self.source), self.batch, rank, world, self.accumulate)
+        other = copy.copy(self)
+        other.rank, other.world, other._processes = rank, world, None
+        return other
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from batch `start` on.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,21 @@ from ridgeline.config import OptimConfig
 from ridgeline.errors import UsageError, unknown_word
 
 _FUSED_DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Something an optimizer updates: a parameter, or the part of one that this rank looks after."""
+
+    name: str
+    """Of the whole parameter in the model."""
+    parameter: nn.Parameter
+    num_dims: int
+    """Of the whole parameter: a flat part of a matrix is still decayed like one."""
+
+
+def list_trainables(model: nn.Module) -> list[Trainable]:
+    return [Trainable(n, p, p.dim()) for n, p in model.named_parameters() if p.requires_grad]
 
 
 def _adamw(
@@ -42,26 +58,30 @@ OPTIMIZERS: dict[str, Callable[[Iterable[dict[str, Any]], float, OptimConfig, bo
 }
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> Optimizer:
-    """The optimizer over every trainable parameter of `model`."""
+def build_optimizer(
+    what: nn.Module | Sequence[Trainable], config: OptimConfig, lr: float
+) -> Optimizer:
+    """The optimizer over every trainable parameter of a model, or over the parts listed."""
     if config.name not in OPTIMIZERS:
         raise unknown_word("optimizer", config.name, OPTIMIZERS, "optim.name")
     if config.nesterov and config.momentum <= 0:
         raise UsageError("optim.nesterov=true needs optim.momentum above 0 (0.9 is usual)")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
+    trainables = list_trainables(what) if isinstance(what, nn.Module) else list(what)
+    if not trainables:
         raise UsageError("the model has no trainable parameter, so there is nothing to optimize")
+    parameters = [t.parameter for t in trainables]
     fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
-    groups = decay_groups(parameters, config)
+    groups = decay_groups(trainables, config)
     return OPTIMIZERS[config.name](groups, lr, config, fused)
 
 
-def decay_groups(parameters: list[nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
+def decay_groups(trainables: list[Trainable], config: OptimConfig) -> list[dict[str, Any]]:
     """One group, or two when biases and norm weights are spared the weight decay."""
+    parameters = [t.parameter for t in trainables]
     if config.decay_norms or config.weight_decay == 0:
         return [{"params": parameters, "weight_decay": config.weight_decay}]
-    matrices = [p for p in parameters if p.dim() > 1]
-    vectors = [p for p in parameters if p.dim() <= 1]
+    matrices = [t.parameter for t in trainables if t.num_dims > 1]
+    vectors = [t.parameter for t in trainables if t.num_dims <= 1]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -1,12 +1,15 @@
 """The end of a step: unscale, clip by the global norm, update, clear.
 
-Chosen once by `build_update`. On CUDA a fused optimizer divides by the clipping factor in the same
-kernel that updates the weights, which saves a pass over every gradient. Called by `train/setup.py`.
+Chosen once by `build_update`. What else a layout asks for around the update (a norm over shards, weights
+to gather again) comes in as a `Care`, so that nothing here knows of techniques. On CUDA a fused
+optimizer divides by the clipping factor in the same kernel that updates the weights, which saves a pass
+over every gradient. Called by `train/setup.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +19,32 @@ Update = Callable[[], Tensor | None]
 """Clips, steps and clears the gradients; returns their global norm where one was computed."""
 
 
+@dataclass(frozen=True)
+class Care:
+    """What a layout needs around the update, beyond what one device does."""
+
+    gradients: Callable[[], list[Tensor]]
+    """This rank's own gradients, as plain tensors."""
+    norm: Callable[[], Tensor]
+    """Norm of the whole gradient, the same on every rank."""
+    agree: Callable[[Tensor], None]
+    """Takes the largest over all ranks, in place: whether any gradient overflowed."""
+    after_step: Callable[[], None]
+    """Brings the weights of all ranks up to date."""
+    clear: Callable[[], None]
+    """Forgets the gradients."""
+
+
 def build_update(
     optimizer: Optimizer,
     parameters: list[nn.Parameter],
     clip: float | None,
     scaler: torch.amp.GradScaler | None,
+    care: Care | None = None,
 ) -> Update:
     """The function that ends a step for this optimizer, clipping norm and loss scaling."""
+    if care is not None:
+        return _careful_update(optimizer, clip, scaler, care)
     if scaler is not None:
         return _scaled_update(optimizer, parameters, clip, scaler)
     if clip is not None and _can_fold(optimizer, parameters):
@@ -35,6 +57,47 @@ def build_update(
         return norm
 
     return update
+
+
+def _careful_update(
+    optimizer: Optimizer, clip: float | None, scaler: torch.amp.GradScaler | None, care: Care
+) -> Update:
+    """For parameters of which every rank holds a part."""
+
+    def step() -> None:
+        if scaler is None:
+            optimizer.step()
+            return
+        scaler.step(optimizer)
+        scaler.update()
+
+    def update() -> Tensor | None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+            # Each rank has seen its own part only; all have to skip the step, or none.
+            state = scaler._per_optimizer_states[id(optimizer)]
+            for overflow in state["found_inf_per_device"].values():
+                care.agree(overflow)
+        norm = None
+        if clip is not None:
+            norm = care.norm()
+            shrink_gradients(care.gradients(), norm, clip)
+        step()
+        care.after_step()
+        care.clear()
+        return norm
+
+    return update
+
+
+def shrink_gradients(gradients: list[Tensor], norm: Tensor, clip: float) -> None:
+    """Scale gradients in place so that their norm is at most `clip`, as torch's own clipping does."""
+    factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in gradients:
+        by_type.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, device), members in by_type.items():
+        torch._foreach_mul_(members, factor.to(device, dtype))
 
 
 def _scaled_update(

@@ -1,71 +1,304 @@
-"""`parallelize(model, layout)`: put every technique a layout asks for on a module, in order.
+"""Put every technique a layout asks for on a module, in order: `arrange` and `parallelize`.
 
-The order is spatial and context rewrites, tensor, pipeline, recompute, compile, sharding, replication;
-each technique is one entry of `ORDER`, and a test holds the entries against `layout.AVAILABLE`. The
-module knows nothing of any of it. Called by `train/setup.py` and `ridgeline.start`.
+The order is pipeline cuts, spatial, context and tensor rewrites (of each stage), recompute, compile,
+sharding, replication; each technique is one entry of `ORDER`, and a test holds the entries against the
+table of `composition.py`. The module knows nothing of any of it. `arrange` is called by `train/setup.py`
+and `verify/`, `parallelize` by loops of the user's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ridgeline.config import DdpConfig
 from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout, check_available, require_layout
+from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.batchnorm import apply_sync_batch_norm
+from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.ddp import apply_ddp
+from ridgeline.parallel.dropout import apply_keyed_dropout
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
+from ridgeline.parallel.precision import AUTOCAST
+from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a technique gets besides the model."""
-
-    mesh: Mesh
-    layout: Layout
-    share: Share
-    ddp: DdpConfig
-    example_input: Any = None
-
-
-def _sync_batch_norm(model: nn.Module, plan: Plan) -> nn.Module:
-    if plan.ddp.sync_batch_norm and plan.mesh.data_group is not None:
-        return apply_sync_batch_norm(model, plan.mesh.data_group, plan.share)
-    return model
+def _randomness(built: Arranged) -> None:
+    """Dropout by sample and position, so that no technique below changes it."""
+    if built.randomness is None:
+        return
+    example = built.example if built.staged is None else None  # a stage cannot run alone
+    for module in built.parts:
+        done = apply_keyed_dropout(module, built.randomness, example)
+        if done.left_alone:
+            built.notes.append(
+                f"{', '.join(done.left_alone)} draw from torch's generator, so their numbers depend "
+                "on the layout"
+            )
 
 
-def _compile(model: nn.Module, plan: Plan) -> nn.Module:
-    if plan.layout.graphs and plan.mesh.device.type != "cuda":
+def _sync_batch_norm(built: Arranged) -> None:
+    group = built.mesh.group("copies", "shard", "rows", "columns")
+    if built.ddp.sync_batch_norm and group is not None:
+        for module in built.parts:
+            changed = apply_sync_batch_norm(module, group, built.share)
+            if module is built.objective:  # a model that is nothing but a batch norm
+                built.objective = built.model = changed
+
+
+def _tile(built: Arranged) -> None:
+    if built.layout.spatial == (1, 1):
+        return
+    from ridgeline.parallel.spatial import TileGrid, apply_spatial
+
+    mesh = built.mesh
+    grid = TileGrid(
+        rows=mesh.group("rows"),
+        columns=mesh.group("columns"),
+        row_rank=mesh.axis_rank("rows"),
+        row_size=mesh.axis_size("rows"),
+        column_rank=mesh.axis_rank("columns"),
+        column_size=mesh.axis_size("columns"),
+    )
+    grid.randomness = built.randomness
+    # In a loop of the user's own the outputs leave the library, so they are put together again.
+    for module in built.callables:
+        apply_spatial(module, grid, gather_outputs=built.loss is None)
+    built.grid = grid
+
+
+def _split(built: Arranged) -> None:
+    """Tensor and context parallelism: both run the model on tensors of global shape."""
+    layout = built.layout
+    if built.tensor_plan is None:
+        return
+    from ridgeline.parallel.context import use_ring
+    from ridgeline.parallel.tensor import GlobalView, cut_layers, enter_stage, enter_view
+
+    view = GlobalView(built.mesh.device_mesh("cp", "tp"), layout.sp)
+    for module in built.parts:
+        cut_layers(view, module, built.tensor_plan)
+    if built.staged is not None:
+        for stage in built.staged.stages:
+            enter_stage(view, stage)
+    else:
+        for module in built.callables:
+            enter_view(view, module)  # the loss is taken of outputs that are still cut
+    group = built.mesh.group("cp")
+    if group is not None:
+        use_ring(view, group)
+    built.view = view
+    built.notes += [line for line in view.report.splitlines() if line]
+
+
+def _cut(built: Arranged) -> None:
+    layout = built.layout
+    if layout.tp > 1 or layout.cp > 1:
+        from ridgeline.parallel.tensor import plan_tensor
+
+        # Planned on the whole model, carried out on its stages.
+        example = built.require_example("tensor and context parallelism")
+        built.tensor_plan = plan_tensor(built.model, layout.tp, example)
+    if layout.pp > 1:
+        from ridgeline.parallel.staged import cut_into_stages
+
+        cut_into_stages(built)
+
+
+def _recompute(built: Arranged) -> None:
+    if built.layout.recompute == "none":
+        return
+    from ridgeline.parallel.recompute import apply_recompute
+
+    for module in built.parts:
+        apply_recompute(module, built.layout.recompute, _again(built))
+
+
+def _again(built: Arranged) -> Callable[[], AbstractContextManager[Any]]:
+    """What a recomputation finds as it was in forward: the samples at hand, and the global view."""
+
+    def contexts() -> AbstractContextManager[Any]:
+        replayed = built.randomness.replay()[1] if built.randomness is not None else nullcontext()
+
+        @contextmanager
+        def enter() -> Iterator[None]:
+            with replayed, built.view.active() if built.view is not None else nullcontext():
+                yield
+
+        return enter()
+
+    return contexts
+
+
+def _offload_activations(built: Arranged) -> None:
+    if built.layout.offload == "activations":
+        from ridgeline.parallel.offload import apply_activation_offload
+
+        for module in built.parts:
+            apply_activation_offload(module, find_blocks(module).values() or [module])
+
+
+def _compile(built: Arranged) -> None:
+    layout, device = built.layout, built.mesh.device
+    if layout.graphs and device.type != "cuda":
         raise UsageError(
-            f"layout graphs=true captures CUDA graphs, but the device is {plan.mesh.device}; "
-            "leave graphs out"
+            f"layout graphs=true captures CUDA graphs, but the device is {device}; leave graphs out"
         )
-    if plan.layout.compile:
-        # One compiled graph a shape: with dynamic shapes an uneven last batch would leave a slower
-        # one behind that then serves the full batches too.
-        mode = "reduce-overhead" if plan.layout.graphs else "default"
-        model.compile(dynamic=False, mode=mode)
-    return model
+    if not layout.compile:
+        return
+    # One compiled graph a shape: with dynamic shapes an uneven last batch would leave a slower
+    # one behind that then serves the full batches too.
+    mode = "reduce-overhead" if layout.graphs else "default"
+    if layout.pp > 1 or layout.zero == 3:
+        # What is between the blocks stops and sends, or gathers weights; the blocks do the work.
+        blocks = [block for module in built.parts for block in find_blocks(module).values()]
+        for block in blocks or built.parts:
+            block.compile(dynamic=False, mode=mode)
+        return
+    built.objective.compile(dynamic=False, mode=mode)
 
 
-def _replicate(model: nn.Module, plan: Plan) -> nn.Module:
-    if plan.mesh.data_group is None:
-        return model
-    ddp = plan.ddp
-    return apply_ddp(model, plan.mesh, plan.share, ddp.bucket_mb, ddp.find_unused)
+def _shard(built: Arranged) -> None:
+    layout, mesh = built.layout, built.mesh
+    if layout.zero == 3 and mesh.axis_size("shard") > 1:
+        from ridgeline.parallel.fsdp import apply_fsdp
+
+        copies = "copies+cp+rows+columns"
+        alone = mesh.axis_size(*copies.split("+")) == 1
+        device_mesh = mesh.device_mesh("shard") if alone else mesh.device_mesh(copies, "shard")
+        for module in built.roots:
+            apply_fsdp(
+                module,
+                find_blocks(module).values(),
+                device_mesh,
+                AUTOCAST.get(layout.precision),
+                reshard=layout.pp == 1,
+                offload_params=layout.offload == "params",
+            )
+        built.is_fully_sharded = True
+        return
+    stage = min(layout.zero, 2) if mesh.axis_size("shard") > 1 else 0
+    if not stage and layout.offload != "optimizer":
+        return
+    from ridgeline.parallel.zero import FlatZero
+
+    tied = built.staged.tied_here if built.staged is not None else frozenset()
+    for module in built.parts:
+        held = tied & {name for name, _ in module.named_parameters()}
+        if stage == 2 and held:
+            # Their gradients are summed with another stage's before they are reduced.
+            built.notes.append(
+                f"{', '.join(sorted(held))} is in two stages of the pipeline, so the stage keeps whole "
+                "gradients, as zero=1 does"
+            )
+        built.flats.append(
+            FlatZero(
+                module,
+                1 if held else stage or 1,
+                mesh.group("shard"),
+                mesh.group("copies", "cp", "rows", "columns"),
+                AUTOCAST.get(layout.precision) if stage else None,
+                built.ddp.bucket_mb,
+                offload_optimizer=layout.offload == "optimizer",
+            )
+        )
 
 
-ORDER: dict[str, Callable[[nn.Module, Plan], nn.Module]] = {
-    "sync_batch_norm": _sync_batch_norm,
-    "compile": _compile,
-    "dp": _replicate,
-}
+def _replicate(built: Arranged) -> None:
+    layout, group = built.layout, built.mesh.gradient_group
+    if layout.sync != "every" and built.mesh.data_group is not None:
+        from ridgeline.parallel.localsync import LocalSync
+
+        every = int(layout.sync.partition(":")[2])
+        built.local_sync = [LocalSync(m, built.mesh.data_group, every) for m in built.parts]
+        group = built.mesh.group("cp", "rows", "columns")
+    if group is None or built.is_fully_sharded or built.flats:
+        return
+    if layout.pp > 1 or built.local_sync:
+        # Gradients come a stage and a microbatch at a time: add them up, reduce them once at the end.
+        from ridgeline.parallel.zero import FlatZero
+
+        bucket_mb = built.ddp.bucket_mb
+        built.flats += [FlatZero(m, 1, None, group, None, bucket_mb) for m in built.parts]
+        return
+    built.objective = apply_ddp(
+        built.objective, built.mesh, built.share, built.ddp.bucket_mb, built.ddp.find_unused
+    )
+    if layout.compress != "none":
+        from ridgeline.parallel.compress import apply_compression
+
+        apply_compression(built.objective, layout.compress, group)
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One place in the order of application."""
+
+    apply: Callable[[Arranged], None]
+    covers: tuple[str, ...] = ()
+    """The names of `layout.TECHNIQUES` that it carries out."""
+
+
+ORDER: tuple[Technique, ...] = (
+    # Stages first: they are copies of the model's structure, and what follows changes instances.
+    Technique(_cut, ("pp", "schedule=gpipe", "schedule=interleaved", "schedule=zerobubble")),
+    Technique(_randomness),
+    Technique(_sync_batch_norm),
+    Technique(_tile, ("spatial",)),
+    Technique(_split, ("tp", "sp", "cp")),
+    Technique(_recompute, ("recompute=selective", "recompute=full")),
+    Technique(_offload_activations, ("offload=activations",)),
+    Technique(_compile, ("compile",)),
+    Technique(
+        _shard, ("zero=1", "zero=2", "zero=3", "shard", "offload=optimizer", "offload=params")
+    ),
+    Technique(_replicate, ("dp", "compress", "sync=local")),
+)
+
+
+def arrange(
+    objective: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    model: nn.Module | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    share: Share | None = None,
+    ddp: DdpConfig | None = None,
+    randomness: Randomness | None = None,
+    example: tuple[Any, ...] | None = None,
+) -> Arranged:
+    """The same computation as `objective`, arranged as `layout` says over the ranks of `mesh`.
+
+    `model` is the part of `objective` that holds the parameters and `loss` the rest, which pipelines
+    take apart. `example` are inputs of the model, for techniques that have to watch it run.
+    """
+    require_layout(layout, "layout")
+    missing = check_available(layout)
+    if missing:
+        raise UsageError(str(missing[0]))
+    built = Arranged(
+        objective=objective,
+        model=model if model is not None else objective,
+        loss=loss,
+        layout=layout,
+        mesh=mesh,
+        share=share or Share(),
+        ddp=ddp or DdpConfig(),
+        randomness=randomness,
+        example=example,
+    )
+    for technique in ORDER:
+        technique.apply(built)
+    return built
 
 
 def parallelize(
@@ -77,20 +310,34 @@ def parallelize(
     share: Share | None = None,
     ddp: DdpConfig | None = None,
 ) -> nn.Module:
-    """The same computation as `model`, arranged as `layout` says over the ranks of `mesh`.
+    """`arrange` for a loop of the user's own: a module that is called like the one given.
 
     Without a mesh, joins the job that torchrun set up and moves the model to this rank's device.
-    `example_input` is for techniques that have to trace the module; data parallelism needs none.
+    `example_input` is for techniques that have to watch the module run; data parallelism needs none.
     """
     require_layout(layout, "layout")
-    missing = check_available(layout)
-    if missing:
-        raise UsageError(str(missing[0]))
+    _require_own_loop(layout)
     if mesh is None:
         env = read_rank_env()
         mesh = build_mesh(env, layout, choose_device("auto", env))
         model = model.to(mesh.device)
-    plan = Plan(mesh, layout, share or Share(), ddp or DdpConfig(), example_input)
-    for apply in ORDER.values():
-        model = apply(model, plan)
-    return model
+    example = example_input
+    if example is not None and not isinstance(example, tuple):
+        example = (example,)
+    built = arrange(model, layout, mesh, share=share, ddp=ddp, example=example)
+    return built.objective
+
+
+def _require_own_loop(layout: Layout) -> None:
+    """Techniques that drive the step or the optimizer themselves need the library's loop."""
+    for uses, field in (
+        (layout.pp > 1, "pp"),
+        (layout.zero in (1, 2) and layout.dp > 1, "zero"),
+        (layout.sync != "every", "sync"),
+        (layout.offload == "optimizer", "offload"),
+    ):
+        if uses:
+            raise UsageError(
+                f"{field}={getattr(layout, field)} drives the step itself and cannot be had in a "
+                "loop of your own; use `ridgeline train`, or zero=3, tp, cp, spatial or dp"
+            )

@@ -44,8 +44,10 @@ def _repeated_classes(model: nn.Module) -> set[type]:
 
 
 def _is_block(kind: type) -> bool:
-    return kind is nn.Sequential or not kind.__module__.startswith("torch.nn.modules") or (
-        "Transformer" in kind.__name__
+    return (
+        kind is nn.Sequential
+        or not kind.__module__.startswith("torch.nn.modules")
+        or ("Transformer" in kind.__name__)
     )
 
 

@@ -139,13 +139,13 @@ def apply_ddp(
     model: nn.Module, mesh: Mesh, share: Share, bucket_mb: float = 25.0, find_unused: bool = False
 ) -> nn.Module:
     """Wrap `model`; weights and buffers of rank 0 are sent to the others as this returns."""
-    assert mesh.data_group is not None
+    assert mesh.gradient_group is not None
     _spare_constants(model, mesh)
     return Replicated(
         model,
         share,
         device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
-        process_group=mesh.data_group,
+        process_group=mesh.gradient_group,
         bucket_cap_mb=bucket_mb,
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
@@ -161,7 +161,7 @@ def _spare_constants(model: nn.Module, mesh: Mesh) -> None:
     constants = {name: buffer for name, buffer in model.named_buffers() if name not in kept}
     for buffer in constants.values():
         if buffer.is_contiguous():  # an expanded one is a view of a constant, and the same anyway
-            torch.distributed.broadcast(buffer, group_src=0, group=mesh.data_group)
+            torch.distributed.broadcast(buffer, group_src=0, group=mesh.gradient_group)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(constants))
 
 

@@ -33,8 +33,6 @@ ORDER: Final = ("pp", "dp", "cp", "spatial", "tp")
 _INNER: Final = {"dp": ("copies", "shard"), "spatial": ("rows", "columns")}
 """Axes that are two: replicas are groups of shards, tiles have rows and columns."""
 
-Partition = tuple[tuple[int, ...], ...]
-
 GRADIENT_AXES: Final = ("copies", "shard", "cp", "rows", "columns")
 """Ranks along these hold the same parameters and parts of one gradient."""
 
@@ -78,13 +76,12 @@ class Mesh:
         parts = [tuple(axis.split("+")) for axis in axes]
         groups = [self._groups[self._used(part)] for part in parts]
         ranks = torch.tensor(self._block(parts)).view([self.axis_size(*part) for part in parts])
-        mesh = DeviceMesh.from_group(
+        return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],
             self.device.type,
             mesh=ranks if len(groups) > 1 else None,
             mesh_dim_names=axes,
         )
-        return mesh
 
     def _block(self, parts: list[tuple[str, ...]]) -> list[int]:
         """Ranks of the sub-mesh in row-major order of `parts`."""
@@ -210,6 +207,10 @@ def build_mesh(
             device_id=device if cuda else None,
         )
     groups = _make_groups(env.rank, sizes, layout)
+    if device.type == "cuda":
+        for group in groups.values():
+            # A group's first operation has to be one of all its ranks, before any pair talks.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     return Mesh(env, layout, device, sizes, owns_group=not joined, _groups=groups)
 
 
@@ -242,9 +243,9 @@ def _make_groups(
     return groups
 
 
-_made: dict[int, tuple[dist.ProcessGroup, dict[Partition, dist.ProcessGroup]]] = {}
-"""Groups already made under a default group, by its id and how they divide the ranks: torch keeps them for its lifetime anyway, and
-each costs threads and connections, so that a second mesh over the same ranks takes them again."""
+_made: dict[int, tuple[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]] = {}
+"""Groups already made under a default group, by its id and their ranks. Torch keeps them for its
+lifetime anyway, and each costs threads and connections: a second mesh takes them again."""
 
 
 def _group_of(lists: list[list[int]]) -> dist.ProcessGroup:
@@ -257,14 +258,13 @@ def _group_of(lists: list[list[int]]) -> dist.ProcessGroup:
         _made.clear()
         _made[id(world)] = (world, {})
     made = _made[id(world)][1]
-    partition = tuple(sorted(tuple(ranks) for ranks in lists))
-    if partition not in made:
-        group, _ = dist.new_subgroups_by_enumeration(
-            [list(ranks) for ranks in partition], timeout=JOIN_TIMEOUT
+    mine = tuple(next(ranks for ranks in lists if dist.get_rank() in ranks))
+    if mine not in made:
+        # Its members alone make a group; otherwise a thousand ranks would make a thousand each.
+        made[mine] = dist.new_group(
+            list(mine), timeout=JOIN_TIMEOUT, use_local_synchronization=True
         )
-        assert group is not None
-        made[partition] = group
-    return made[partition]
+    return made[mine]
 
 
 def _members(place: dict[str, int], used: tuple[str, ...], sizes: dict[str, int]) -> list[int]:

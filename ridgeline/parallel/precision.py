@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types that products are computed in, by the name of the precision; others use the parameters' own."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,14 @@ class Precision:
     """Loss scaling, which fp16 needs and the others do not."""
 
     def autocast(self) -> AbstractContextManager[None]:
-        dtype = _AUTOCAST.get(self.name)
+        dtype = AUTOCAST.get(self.name)
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=dtype)
+
+    def scale(self) -> float:
+        """What losses are multiplied with before backward, for those who call it themselves."""
+        return self.scaler.get_scale() if self.scaler is not None else 1.0
 
     def backward(self, loss: Tensor) -> None:
         (self.scaler.scale(loss) if self.scaler is not None else loss).backward()

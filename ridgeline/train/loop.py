@@ -16,7 +16,7 @@ from ridgeline.train.step import StepResult, run_step
 def train_loop(training: Training) -> Iterator[StepResult]:
     """Steps 1 to `training.num_steps`, over as many epochs as that takes."""
     step, epoch, clock = 0, 0, training.clock
-    training.model.train()
+    training.arranged.train()
     clock.start()
     while step < training.num_steps:
         for batch in training.loader.epoch(epoch):

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ridgeline.data.loader import Batch
-from ridgeline.parallel.ddp import Replicated, skip_reduction, watch_last_gradient
+from ridgeline.parallel.arranged import Arranged
+from ridgeline.parallel.ddp import Replicated, watch_last_gradient
 from ridgeline.parallel.precision import Precision
-from ridgeline.parallel.share import Share
 from ridgeline.train.clock import Clock
 from ridgeline.train.step import ForwardBackward
 from ridgeline.train.tasks import Loss
@@ -34,17 +35,19 @@ class Objective(nn.Module):
 
 
 def build_forward_backward(
-    objective: nn.Module,
-    precision: Precision,
-    share: Share,
-    num_ranks: int,
-    clock: Clock,
-    begin: Callable[[], None],
+    arranged: Arranged, precision: Precision, clock: Clock, begin: Callable[[], None]
 ) -> ForwardBackward:
-    """Forward and backward over this rank's microbatches, reducing gradients in the last one only.
+    """Forward and backward over this rank's microbatches; `begin` is called first in every step."""
+    if arranged.staged is not None:
+        return _through_stages(arranged, precision, begin)
+    return _one_after_another(arranged, precision, clock, begin)
 
-    `begin` is called before anything else in a step.
-    """
+
+def _one_after_another(
+    arranged: Arranged, precision: Precision, clock: Clock, begin: Callable[[], None]
+) -> ForwardBackward:
+    """Each microbatch forward and backward, reducing gradients in the last one only."""
+    objective, share = arranged.objective, arranged.share
     exposed = [False]
     if isinstance(objective, Replicated):
 
@@ -56,26 +59,84 @@ def build_forward_backward(
 
     def forward_backward(batch: Batch, clock: Clock) -> Tensor:
         begin()
+        arranged.num_samples_here = sum(batch.counts)
         total: Tensor | None = None
         last = len(batch.inputs) - 1
         parts = zip(batch.inputs, batch.targets, batch.counts, strict=True)
         for index, (inputs, targets, count) in enumerate(parts):
             share.num_real = count
+            name_samples(arranged, batch, index)
             weight = count / batch.num_global
             reduces = index == last
-            with nullcontext() if reduces else skip_reduction(objective):
+            with nullcontext() if reduces else arranged.skip_reduction():
                 with precision.autocast():
                     loss = objective(inputs, targets)
                 clock.mark("forward_s")
                 exposed[0] = False
-                precision.backward(_weigh(loss, weight * num_ranks))
+                precision.backward(_weigh(loss, arranged.weight_of(batch.counts, index, weight)))
                 clock.mark("comm_s" if reduces and exposed[0] else "backward_s")
             part = loss.detach() * weight
             total = part if total is None else total + part
+        if arranged.needs_finish:
+            arranged.finish_gradients()
+            clock.mark("comm_s")
         assert total is not None
         return total
 
     return forward_backward
+
+
+def _through_stages(
+    arranged: Arranged, precision: Precision, begin: Callable[[], None]
+) -> ForwardBackward:
+    """All microbatches through the pipeline, in the order of its schedule."""
+    staged = arranged.staged
+    assert staged is not None
+
+    def forward_backward(batch: Batch, clock: Clock) -> Tensor:
+        begin()
+        arranged.num_samples_here = sum(batch.counts)
+        shares = [count / batch.num_global for count in batch.counts]
+        scale = precision.scale()
+        weights = [
+            arranged.weight_of(batch.counts, index, share) * scale
+            for index, share in enumerate(shares)
+        ]
+
+        def prepare(index: int) -> None:
+            arranged.share.num_real = batch.counts[index]
+            name_samples(arranged, batch, index)
+
+        with precision.autocast():
+            total = staged.forward_backward(
+                batch.inputs, batch.targets, batch.counts, weights, prepare
+            )
+        clock.mark("backward_s")
+        arranged.finish_gradients()
+        clock.mark("comm_s")
+        factors = [share / weight for share, weight in zip(shares, weights, strict=True) if weight]
+        return total * (factors[0] if factors else 0.0)
+
+    return forward_backward
+
+
+def name_samples(arranged: Arranged, batch: Batch, index: int) -> None:
+    """Tell dropout which samples the microbatch at hand has; nothing where there is no dropout."""
+    randomness = arranged.randomness
+    if randomness is not None and randomness.is_used:
+        randomness.begin(step_key(batch), sample_ids(batch, index, arranged.mesh.device))
+
+
+def step_key(batch: Batch) -> int:
+    """A number of its own for each step of a run, whatever the number of steps of an epoch."""
+    return (batch.epoch << 32) + batch.step
+
+
+def sample_ids(batch: Batch, index: int, device: torch.device) -> Tensor:
+    ids = torch.from_numpy(batch.indices[index])
+    if device.type == "cuda":
+        ids = ids.pin_memory()
+    return ids.to(device, non_blocking=True)
 
 
 def _weigh(loss: Tensor, weight: float) -> Tensor:

@@ -5,6 +5,7 @@ Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.run_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
+from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.mesh import close_mesh
 from ridgeline.rundir import CONFIG, ENV, FACTS, LAYOUT, WEIGHTS, EvalRecord, RunDir, StepRecord
 from ridgeline.train.board import Board
@@ -61,8 +63,10 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
                     break
         last = log.steps(recorder.flush()) or last
         log.ranks(recorder)
-        if main_run is not None and config.log.weights:
-            _save_weights(training.model.state_dict(), main_run)
+        if config.log.weights:
+            weights = full_state(training.arranged)
+            if main_run is not None:
+                _save_weights(weights, main_run)
     except Exception:
         log.steps(recorder.salvage())
         raise
@@ -88,10 +92,9 @@ def _evaluation_due(result: StepResult, training: Training) -> bool:
 def _evaluate(training: Training, result: StepResult) -> EvalRecord:
     assert training.eval_loader is not None
     return evaluate(
-        training.model,
+        training.arranged,
         training.task,
         training.eval_loader,
-        training.mesh,
         training.precision,
         training.to_device,
         result.step,
@@ -109,7 +112,7 @@ def reaches(metrics: dict[str, float], target: dict[str, float], task: Task) -> 
     )
 
 
-def _save_weights(weights: dict[str, object], run: RunDir) -> None:
+def _save_weights(weights: Mapping[str, object], run: RunDir) -> None:
     """Tied weights are one tensor under several names, which the format has no word for: copy.
     Extra state that is no tensor is left to checkpoints."""
     seen: set[int] = set()
@@ -187,6 +190,7 @@ def describe(training: Training) -> list[str]:
         f"model {model.name}: {count} parameters, "
         f"{model.train_flops_per_sample / 1e9:.3g} GFLOP a sample ({model.flops_source})",
         f"layout {mesh.layout} on {mesh.env.world_size} x {machine.device_name}{rate}",
+        *([f"axes, slowest links first: {mesh}"] if mesh.env.world_size > mesh.data_size else []),
         *training.notes,
         f"{training.num_steps} steps of {training.config.train.batch} samples",
     ]

@@ -29,10 +29,11 @@ from ridgeline.models.count import count_model
 from ridgeline.optim.build import build_optimizer
 from ridgeline.optim.schedules import Factor, build_schedule, fit_warmup, scale_lr
 from ridgeline.optim.update import Update, build_update
-from ridgeline.parallel.apply import parallelize
-from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
+from ridgeline.parallel.apply import arrange
+from ridgeline.parallel.arranged import Arranged
+from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, read_order
 from ridgeline.parallel.precision import Precision, build_precision
-from ridgeline.parallel.share import Share
+from ridgeline.parallel.random import Randomness
 from ridgeline.train.clock import Clock, build_clock
 from ridgeline.train.objective import Objective, build_forward_backward
 from ridgeline.train.step import ForwardBackward
@@ -52,8 +53,8 @@ class Training:
 
     config: RunConfig
     mesh: Mesh
-    model: nn.Module
-    """The user's module itself, for evaluation and for its weights."""
+    arranged: Arranged
+    """The user's module as the layout has it."""
     task: Task
     optimizer: Optimizer
     precision: Precision
@@ -70,6 +71,11 @@ class Training:
     machine_facts: MachineFacts
     notes: list[str] = field(default_factory=list)
     """Sentences for the user: what was decided from the recipe."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module itself."""
+        return self.arranged.model
 
     def close_loaders(self) -> None:
         """End the loaders' worker processes, if there are any."""
@@ -94,11 +100,17 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
     task = build_task(config.train.task, sources[0].info.task)
     check_target(config.train.target, task)
     model_facts = _count(config, sources[0], task)
-    mesh = build_mesh(env, layout, device)
+    mesh = build_mesh(env, layout, device, read_order(config.axes, "axes"))
     model = _build_weights(config, device)
-    share = Share()
-    objective = parallelize(
-        Objective(model, task.loss), layout, mesh=mesh, share=share, ddp=config.ddp
+    arranged = arrange(
+        Objective(model, task.loss),
+        layout,
+        mesh,
+        model=model,
+        loss=task.loss,
+        ddp=config.ddp,
+        randomness=Randomness(config.train.seed),
+        example=_example(config, sources[0], device),
     )
     clock = build_clock(device)
     loader, eval_loader = _build_loaders(config, layout, mesh, sources)
@@ -106,47 +118,59 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
     rate, note = scale_lr(
         config.train.lr, config.train.batch, config.train.reference_batch, config.train.lr_rule
     )
-    optimizer = build_optimizer(model, config.optim, rate)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    trainables = arranged.trainables()
+    optimizer = build_optimizer(trainables, config.optim, rate)
     machine_facts = describe_machine(device, layout.precision, env.local_world_size)
     schedule, warmup_note = fit_warmup(config.schedule, num_steps)
-    # Dropout differs between ranks, which hold different samples; weights were made before this.
+    # For a model that draws numbers itself, apart on ranks that hold different samples. Dropout does
+    # not use it, and the weights were made before this.
     torch.manual_seed(config.train.seed * 1_000_003 + mesh.data_rank)
     return Training(
         config=config,
         mesh=mesh,
-        model=model,
+        arranged=arranged,
         task=task,
         optimizer=optimizer,
         precision=precision,
         loader=loader,
         eval_loader=eval_loader,
         to_device=_build_to_device(config, device),
-        forward_backward=build_forward_backward(
-            objective, precision, share, mesh.data_size, clock, _step_begin(layout)
+        forward_backward=build_forward_backward(arranged, precision, clock, _step_begin(layout)),
+        update=build_update(
+            optimizer,
+            [t.parameter for t in trainables],
+            config.train.clip,
+            precision.scaler,
+            arranged.care(optimizer),
         ),
-        update=build_update(optimizer, parameters, config.train.clip, precision.scaler),
         clock=clock,
         peak_lr=rate,
         schedule=build_schedule(schedule, num_steps, len(loader)),
         num_steps=num_steps,
         model_facts=model_facts,
         machine_facts=machine_facts,
-        notes=[note, *warmup_note],
+        notes=[note, *warmup_note, *arranged.notes],
     )
 
 
 def check_batch(config: RunConfig, layout: Layout) -> None:
     """Every full batch is the same size on every rank; only the last of an epoch may be uneven."""
-    pieces = layout.dp * layout.accumulate
+    parts = count_parts(layout)
+    pieces = layout.dp * parts
     batch = config.train.batch
     if batch % pieces:
         below, above = batch // pieces * pieces, (batch // pieces + 1) * pieces
         nearest = f"{below} or {above}" if below else str(above)
+        name = "accumulate" if layout.pp == 1 else "microbatches"
         raise UsageError(
-            f"train.batch={batch} is not divisible by dp={layout.dp} x accumulate="
-            f"{layout.accumulate} = {pieces}; the nearest that are: train.batch={nearest}"
+            f"train.batch={batch} is not divisible by dp={layout.dp} x {name}={parts} = {pieces}; "
+            f"the nearest that are: train.batch={nearest}"
         )
+
+
+def count_parts(layout: Layout) -> int:
+    """Microbatches that a rank's share of a global batch is cut into."""
+    return layout.microbatches if layout.pp > 1 else layout.accumulate
 
 
 def check_names(config: RunConfig) -> None:
@@ -206,6 +230,15 @@ def _count(config: RunConfig, source: Source, task: Task) -> ModelFacts:
         info.units_per_sample,
         trace,
     )
+
+
+def _example(config: RunConfig, source: Source, device: torch.device) -> tuple[Tensor, ...]:
+    """Two samples of zeros, for techniques that have to watch the model run."""
+    info = source.info
+    inputs = torch.zeros((2, *info.input_shape), dtype=info.input_dtype, device=device)
+    if inputs.is_floating_point():
+        inputs = inputs.to(_DTYPES[config.model.dtype])
+    return (inputs,)
 
 
 def _build_weights(config: RunConfig, device: torch.device) -> nn.Module:
@@ -268,7 +301,7 @@ def _build_loaders(
     loader = Loader(
         train_source,
         batch=train.batch,
-        accumulate=layout.accumulate,
+        accumulate=count_parts(layout),
         drop_last=data.drop_last,
         **shared,
     )

@@ -177,10 +177,9 @@ def run_eval(overrides: tuple[str, ...]) -> tuple[int, dict[str, float]]:
         pass
     assert training.eval_loader is not None
     record = evaluate(
-        training.model,
+        training.arranged,
         training.task,
         training.eval_loader,
-        training.mesh,
         training.precision,
         training.to_device,
         step=1,

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "ridgeline"
 ROOMS: list[tuple[str, ...]] = [
     ("errors",),
     ("named",),
+    ("composition",),
     ("layout",),
     ("typed",),
     ("config",),

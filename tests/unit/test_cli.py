@@ -83,7 +83,7 @@ def test_config_show_is_the_configuration(command, tmp_path: Path) -> None:
         (["train", "digits", "train.batch=0"], ["train.batch=0"]),
         (["train", "digits", "layout.precison=bf16"], ["'precison'", "'precision'"]),
         (["train", "digits", "layout=dp=2", "-n", "3"], ["dp=2", "2 processes", "there are 3"]),
-        (["train", "digits", "layout=tp=2", "-n", "2"], ["tp"]),
+        (["train", "digits", "layout=ep=2", "-n", "2"], ["ep"]),
         (["train", "digits", "layout=spatial=2x2,cp=2", "-n", "8"], ["spatial", "cp"]),
         (["train", "digits", "--out", "/proc/nowhere"], ["/proc/nowhere", "--out DIR"]),
         (["config", "show", "nothing"], ["'nothing'", "known:"]),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ridgeline.config import OptimConfig, ScheduleConfig
 from ridgeline.errors import UsageError
-from ridgeline.optim.build import build_optimizer, decay_groups
+from ridgeline.optim.build import build_optimizer, decay_groups, list_trainables
 from ridgeline.optim.schedules import SCHEDULES, build_schedule, fit_warmup, scale_lr
 from ridgeline.optim.update import build_update
 
@@ -157,7 +157,7 @@ def test_optimizers_are_torchs_step_by_step(case: str) -> None:
 
 def test_decay_spares_vectors_when_asked() -> None:
     model = Net()
-    parameters = list(model.parameters())
+    parameters = list_trainables(model)
     spared = decay_groups(parameters, OptimConfig(weight_decay=0.1, decay_norms=False))
     assert [group["weight_decay"] for group in spared] == [0.1, 0.0]
     assert [p.dim() for p in spared[0]["params"]] == [2, 2]

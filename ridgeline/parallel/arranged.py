@@ -1,0 +1,226 @@
+"""A module as a layout has arranged it: what each technique left behind, and what a step asks of it.
+
+Techniques fill it one after the other (`apply.py`); `train/`, `verify/` and later `checkpoint/` read it.
+Everything that differs between layouts when gradients are finished, measured, gathered or forgotten is
+answered here, so that the step has no word on techniques.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ridgeline.config import DdpConfig
+from ridgeline.errors import UsageError
+from ridgeline.layout import Layout
+from ridgeline.optim.build import Trainable, list_trainables
+from ridgeline.optim.update import Care
+from ridgeline.parallel.ddp import skip_reduction
+from ridgeline.parallel.mesh import Mesh
+from ridgeline.parallel.random import Randomness
+from ridgeline.parallel.share import Share
+
+if TYPE_CHECKING:
+    from ridgeline.parallel.localsync import LocalSync
+    from ridgeline.parallel.spatial import TileGrid
+    from ridgeline.parallel.staged import Staged
+    from ridgeline.parallel.tensor import GlobalView, TensorPlan
+    from ridgeline.parallel.zero import FlatZero
+
+
+@dataclass
+class Arranged:
+    """Mutable while techniques are applied, and left alone after that."""
+
+    objective: nn.Module
+    """What is called: the model with its loss, or the model alone in a loop of the user's own."""
+    model: nn.Module
+    """The user's module inside `objective`."""
+    loss: Callable[[Any, Any], Tensor] | None
+    layout: Layout
+    mesh: Mesh
+    share: Share
+    ddp: DdpConfig
+    randomness: Randomness | None
+    """None in a loop of the user's own, where dropout is torch's."""
+    example: tuple[Any, ...] | None = None
+    state_names: dict[str, str] = field(default_factory=dict)
+    """Every key of the model's state dict, and the first name of the tensor it stands for."""
+    tensor_plan: TensorPlan | None = None
+    view: GlobalView | None = None
+    grid: TileGrid | None = None
+    staged: Staged | None = None
+    """The pipeline, which drives forward and backward itself."""
+    flats: list[FlatZero] = field(default_factory=list)
+    is_fully_sharded: bool = False
+    local_sync: list[LocalSync] = field(default_factory=list)
+    num_steps: int = 0
+    """Updates done so far."""
+    num_samples_here: int = 1
+    """Samples of this rank in the step at hand; set by whoever drives the step."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user, such as what was left whole."""
+
+    def __post_init__(self) -> None:
+        first: dict[int, str] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor):
+                self.state_names[name] = first.setdefault(id(tensor), name)
+
+    @property
+    def callables(self) -> list[nn.Module]:
+        """The objective, and the model inside it, which an evaluation calls alone."""
+        return [self.objective] + [self.model] * (self.model is not self.objective)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """Modules with this rank's parameters: the model, or its stages."""
+        return list(self.staged.stages) if self.staged is not None else [self.model]
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """What sharding takes hold of: the whole that is called."""
+        return list(self.staged.stages) if self.staged is not None else [self.objective]
+
+    def require_example(self, what: str) -> tuple[Any, ...]:
+        if self.example is None:
+            raise UsageError(
+                f"{what} has to see the model run once: give an example input, "
+                "parallelize(model, layout, example_input=x)"
+            )
+        return self.example
+
+    def train(self, mode: bool = True) -> None:
+        for part in (*self.callables, *self.parts):
+            part.train(mode)
+
+    # Around a step
+
+    @property
+    def loss_scale(self) -> int:
+        """What the mean loss is multiplied with, besides its share of the global batch.
+
+        Gradients are averaged over the ranks of `gradient_group`. Along `cp` they are parts of a sum;
+        along the tiles of an image every rank already differentiates the whole loss.
+        """
+        if self.local_sync:
+            return self.mesh.axis_size("cp")
+        return self.mesh.data_size * self.mesh.axis_size("cp")
+
+    def weight_of(self, counts: tuple[int, ...], index: int, share: float) -> float:
+        """What the mean loss of one of this rank's microbatches counts for in its backward.
+
+        `share` is its part of the global batch. Replicas that step on their own take the mean over
+        their own samples instead.
+        """
+        if self.local_sync:
+            share = counts[index] / max(sum(counts), 1)
+        return share * self.loss_scale
+
+    def skip_reduction(self) -> AbstractContextManager[None]:
+        """A context for all but the last microbatch: backward only adds up."""
+        if self.is_fully_sharded:
+            # Every microbatch reduces: holding whole gradients back would cost what sharding saves.
+            return nullcontext()
+        return skip_reduction(self.objective)
+
+    @property
+    def needs_finish(self) -> bool:
+        return bool(self.flats) or self.staged is not None
+
+    def finish_gradients(self) -> None:
+        """After the last backward: gradients are those of the global batch."""
+        if self.staged is not None:
+            self.staged.sum_tied_gradients()
+        for flat in self.flats:
+            flat.finish_gradients()
+
+    def trainables(self) -> list[Trainable]:
+        """What the optimizer updates on this rank."""
+        if self.flats:
+            return [
+                Trainable(piece.name, piece.parameter, len(piece.original_shape))
+                for flat in self.flats
+                for piece in flat.pieces
+            ]
+        return [t for part in self.parts for t in list_trainables(part)]
+
+    @property
+    def needs_care(self) -> bool:
+        """Whether an update is more than clip, step and clear on this rank's own parameters."""
+        return bool(
+            self.flats
+            or self.is_fully_sharded
+            or self.local_sync
+            or self.staged is not None
+            or (self.view is not None and self.view.splits)
+        )
+
+    def care(self, optimizer: torch.optim.Optimizer) -> Care | None:
+        if not self.needs_care:
+            return None
+        from ridgeline.parallel.norm import build_norm
+
+        trainables = self.trainables()
+
+        def gradients() -> list[Tensor]:
+            found = (t.parameter.grad for t in trainables)
+            return [_local(g) for g in found if g is not None]
+
+        def agree(value: Tensor) -> None:
+            if self.mesh.world_group is not None:
+                dist.all_reduce(value, dist.ReduceOp.MAX, group=self.mesh.world_group)
+
+        def after_step() -> None:
+            for flat in self.flats:
+                flat.after_step()
+            self.num_steps += 1
+            for sync in self.local_sync:
+                sync.after_step(self.num_steps, self.num_samples_here)
+
+        def clear() -> None:
+            for flat in self.flats:
+                flat.clear_gradients()
+            optimizer.zero_grad(set_to_none=True)
+
+        return Care(gradients, build_norm(self), agree, after_step, clear)
+
+    # Evaluation
+
+    def prepare_evaluation(self) -> None:
+        """Replicas that went their own way come together; running statistics are rank 0's."""
+        for sync in self.local_sync:
+            sync.finish()
+        group = self.mesh.data_group
+        if group is not None:
+            for part in self.parts:
+                for buffer in part.buffers():
+                    dist.broadcast(buffer, group_src=0, group=group)
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """A context in which outputs of the model may be worked on as if they were whole."""
+        return self.view.active() if self.view is not None else nullcontext()
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's outputs; None on ranks of a pipeline that do not get them."""
+        if self.staged is not None:
+            return self.staged.predict(inputs)
+        if self.view is not None:
+            inputs = tree_map(self.view.enter_input, inputs)
+        return self.model(inputs)
+
+    def plain(self, values: Any) -> Any:
+        """Whole plain tensors of what was computed `inside`."""
+        return tree_map(self.view.plain, values) if self.view is not None else values
+
+
+def _local(value: Tensor) -> Tensor:
+    """The rank's own part of a sharded gradient."""
+    return getattr(value, "_local_tensor", value)

@@ -1,0 +1,51 @@
+"""Context parallelism: the sequence is cut over the ranks of an axis, and attention goes around a ring.
+
+Everything but attention works position by position, and the global view (`tensor/view.py`) gives each
+rank its part of it; this puts `ring.py` in the place of `scaled_dot_product_attention`. Called by
+`apply.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ridgeline.parallel.ring import ring_attention
+
+if TYPE_CHECKING:
+    from ridgeline.parallel.tensor.view import GlobalView
+
+
+def use_ring(view: GlobalView, group: dist.ProcessGroup) -> None:
+    """Have attention inside `view` computed over the ranks of `group`."""
+    rank = dist.get_rank(group)
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        lengths: list[int],
+        kv_lengths: list[int],
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        if attn_mask is not None and attn_mask.dim() >= 2 and attn_mask.shape[-2] == sum(lengths):
+            start = sum(lengths[:rank])
+            attn_mask = attn_mask.narrow(-2, start, lengths[rank])
+        return ring_attention(
+            query,
+            key,
+            value,
+            group,
+            is_causal=is_causal,
+            attn_mask=attn_mask,
+            lengths=lengths,
+            kv_lengths=kv_lengths,
+            **options,
+        )
+
+    view.attention = attention

@@ -1,0 +1,99 @@
+"""Full tensors of a model that no rank holds whole: weights and gradients by the model's own names.
+
+Undoes, for looking at it, what techniques did: shards of ZeRO are gathered, pieces of tensor-parallel
+parameters joined (without their padding), the stages of a pipeline put together. Every rank has to call
+these; the result is complete on rank 0. Called by `train/run.py` for the final weights and by `verify/`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ridgeline.parallel.arranged import Arranged
+
+
+@torch.no_grad()
+def full_gradients(built: Arranged) -> dict[str, Tensor]:
+    """Gradients of the global batch, after `finish_gradients` and before the update."""
+    found: dict[str, Tensor] = {}
+    if built.flats:
+        for flat in built.flats:
+            found |= flat.full_gradients()
+    elif built.is_fully_sharded:
+        from ridgeline.parallel import fsdp
+
+        for part in built.parts:
+            found |= fsdp.full_gradients(part)
+    else:
+        for part in built.parts:
+            found |= {n: p.grad for n, p in part.named_parameters() if p.grad is not None}
+    return _over_stages(built, _joined(built, found))
+
+
+@torch.no_grad()
+def full_state(built: Arranged) -> dict[str, Tensor]:
+    """Weights as the optimizer has them and the buffers of the state dict, tied names included."""
+    found: dict[str, Tensor] = {}
+    for part in built.parts:
+        found |= _buffers(part)
+        if built.is_fully_sharded:
+            from ridgeline.parallel import fsdp
+
+            found |= fsdp.full_parameters(part)
+        else:
+            found |= {name: p.detach() for name, p in part.named_parameters()}
+    for flat in built.flats:
+        found |= flat.full_weights()
+    found = _over_stages(built, _joined(built, found))
+    if not built.mesh.is_main:
+        return {}
+    # In the order, and under all the names, that one device would have.
+    return {name: found[source] for name, source in built.state_names.items() if source in found}
+
+
+def _buffers(part: torch.nn.Module) -> dict[str, Tensor]:
+    parameters = {name for name, _ in part.named_parameters(remove_duplicate=False)}
+    kept = {n: v for n, v in part.named_buffers(remove_duplicate=False) if n not in parameters}
+    saved = set(_persistent(part))
+    return {name: value for name, value in kept.items() if name in saved}
+
+
+def _persistent(part: torch.nn.Module) -> list[str]:
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in part.named_modules(remove_duplicate=False)
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+def _joined(built: Arranged, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Pieces of split parameters put together over the tensor axis."""
+    group = built.mesh.group("tp")
+    if built.view is None or group is None:
+        return found
+    from ridgeline.parallel.tensor.split import gather_full
+
+    splits = built.view.splits
+    return {
+        name: gather_full(name, value, splits[name], group) if name in splits else value
+        for name, value in found.items()
+    }
+
+
+def _over_stages(built: Arranged, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What every stage has, on the rank of the first."""
+    group = built.mesh.group("pp")
+    if group is None:
+        return found
+    here = {name: value.cpu() for name, value in found.items()}
+    everyone: list[dict[str, Tensor]] | None = None
+    if dist.get_rank(group) == 0:
+        everyone = [{} for _ in range(dist.get_world_size(group))]
+    dist.gather_object(here, everyone, group_dst=0, group=group)
+    merged: dict[str, Tensor] = {}
+    for part in everyone or ():
+        merged |= part
+    return merged

@@ -1,0 +1,60 @@
+"""The norm of a gradient that no rank has whole.
+
+Squares are summed where the parts are: over the tensor-parallel ranks for parameters that are split
+among them, over the shards of ZeRO, over the stages of a pipeline. A parameter that two stages hold (a
+tied embedding) counts once. Called by `arranged.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ridgeline.parallel.arranged import Arranged
+
+
+def build_norm(built: Arranged) -> Callable[[], Tensor]:
+    """A function that gives the norm of the whole gradient, the same on every rank."""
+    mesh = built.mesh
+    splits = built.view.splits if built.view is not None else {}
+    elsewhere = built.staged.counted_elsewhere if built.staged is not None else frozenset()
+    trainables = [t for t in built.trainables() if t.name not in elsewhere]
+    split = [t.parameter for t in trainables if t.name in splits]
+    whole = [t.parameter for t in trainables if t.name not in splits]
+    sharded = built.is_fully_sharded or any(flat.num_shards > 1 for flat in built.flats)
+    rounds = [("shard",)] * sharded + [("pp",)]
+    # One type on all ranks, also on one that has nothing to sum; float32 at least.
+    is_double = any(t.parameter.dtype is torch.float64 for t in built.trainables())
+    wide = torch.float64 if is_double else torch.float32
+
+    def norm() -> Tensor:
+        total = _square_sum(split, wide, mesh.device)
+        group = mesh.group("tp")
+        if group is not None and splits:
+            dist.all_reduce(total, group=group)
+        total += _square_sum(whole, wide, mesh.device)
+        for axes in rounds:
+            group = mesh.group(*axes)
+            if group is not None:
+                dist.all_reduce(total, group=group)
+        return total.sqrt()
+
+    return norm
+
+
+def _square_sum(
+    parameters: list[torch.nn.Parameter], wide: torch.dtype, device: torch.device
+) -> Tensor:
+    """Of this rank's own gradients, on the device of the ranks' network."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [getattr(g, "_local_tensor", g) for g in gradients]
+    local = [g for g in local if g.numel()]
+    total = torch.zeros((), dtype=wide, device=device)
+    for norm in torch._foreach_norm(local, 2, dtype=wide) if local else ():
+        total += norm.square().to(device)
+    return total

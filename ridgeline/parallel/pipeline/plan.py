@@ -1,0 +1,331 @@
+"""Where to cut a model into stages, and what each stage needs: pure, and the same on every rank.
+
+A cut is a module at whose call a stage begins. Candidates are proven on a recording (`record.py`): a
+module is one when nothing made of weights before its call is used after it, but for its arguments.
+Among them, those are taken that make the most expensive stage cheapest. Called by `apply.py`; the
+stages are built from the plan by `stage.py`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.errors import UsageError
+from ridgeline.parallel.blocks import find_blocks
+from ridgeline.parallel.pipeline.balance import Weigher, balance
+from ridgeline.parallel.pipeline.record import BATCHES, Call, Recording, record
+from ridgeline.parallel.pipeline.structure import (
+    TensorSpec,
+    Where,
+    batch_size,
+    map_leaves,
+    spec_of,
+    tensors_in,
+)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One tensor that crosses a cut: an argument of the module there."""
+
+    where: Where
+    """Keys that lead to it in `(args, kwargs)` of the call."""
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A stage begins when the module at `path` is called."""
+
+    path: str
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A call that a stage answers with zeros, because earlier stages did the work."""
+
+    path: str
+    order: int
+    output: Any
+    """What it returns, with a `TensorSpec` for each tensor."""
+
+
+@dataclass(frozen=True)
+class Filler:
+    """A parameter that a stage does not hold, but whose shape its forward pass asks for."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What one stage holds and does."""
+
+    first: str
+    """Path of the module it begins with; empty for the first stage."""
+    parameters: tuple[str, ...]
+    """Names of the parameters it trains, as `named_parameters` of the model gives them."""
+    buffers: tuple[str, ...]
+    stand_ins: tuple[StandIn, ...]
+    fillers: tuple[Filler, ...]
+    cost: float
+    """Its share of the model's cost; in the caller's unit where the caller gave costs."""
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several stages train; each has a copy, gradients are summed over them."""
+
+    name: str
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The cuts of one model and what follows from them."""
+
+    stages: tuple[StageSpec, ...]
+    cuts: tuple[Cut, ...]
+    """`cuts[k]` lies between stages k and k + 1."""
+    tied: tuple[Tied, ...]
+    input_shapes: tuple[tuple[Where, tuple[int, ...]], ...]
+    """The example's tensors, without the batch dim where they have one."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def rank_of(self, stage: int, num_ranks: int) -> int:
+        return stage % num_ranks
+
+    def indices_of(self, rank: int, num_ranks: int) -> list[int]:
+        """The stages of one rank: every `num_ranks`-th."""
+        return list(range(rank, self.num_stages, num_ranks))
+
+    def describe(self) -> str:
+        """One line a stage: where it begins, how many parameters, what it costs."""
+        total = sum(stage.cost for stage in self.stages) or 1.0
+        lines = []
+        for index, stage in enumerate(self.stages):
+            first = stage.first or "inputs"
+            share = 100 * stage.cost / total
+            lines.append(
+                f"stage {index}: from {first}, {len(stage.parameters)} tensors, {share:.0f} %"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A place where the model could be cut."""
+
+    call: int
+    path: str
+    clock: int
+    flops: int
+    sent: tuple[tuple[Where, int], ...]
+
+
+def plan_stages(
+    model: nn.Module,
+    num_stages: int,
+    example_inputs: Any,
+    costs: Mapping[str, float] | None = None,
+    *,
+    device: torch.device | None = None,
+    autocast_dtype: torch.dtype | None = None,
+) -> StagePlan:
+    """Cut `model` into `num_stages` stages of about the same cost.
+
+    `example_inputs` are what the model is called with: a tensor, a tuple of arguments, or a dictionary
+    of keywords, of a microbatch's size. `costs` are measured costs by module path (in any unit, of
+    modules that are not inside one another); a stage costs the sum of those that begin in it. Without
+    them it is an estimate from FLOPs and parameters. `device` is where the model will run (default:
+    where the inputs are) and `autocast_dtype` the type its arithmetic will be in.
+    """
+    if device is None:
+        device = next((t.device for _, t in tensors_in(example_inputs)), torch.device("cpu"))
+    small, large = record(model, example_inputs, device, autocast_dtype)
+    if [call.path for call in small.calls] != [call.path for call in large.calls]:
+        raise UsageError(
+            f"{type(model).__name__} calls other modules for a batch of {BATCHES[0]} than for one of "
+            f"{BATCHES[1]}, so it cannot be cut into pipeline stages; use pp=1"
+        )
+    points, refused = _candidates(model, small)
+    weigh = Weigher(model, small, [(point.clock, point.flops) for point in points], costs)
+    sizes = [sum(small.values[key].tensor.numel() for _, key in point.sent) for point in points]
+    chosen = balance(weigh, sizes, num_stages)
+    if chosen is None:
+        raise _too_few(model, num_stages, weigh.most_stages(), refused)
+    cuts = [points[index] for index in chosen]
+    stages = _stage_specs(model, small, large, cuts, weigh.costs_of(chosen))
+    holders: dict[str, list[int]] = {}
+    for index, stage in enumerate(stages):
+        for name in stage.parameters:
+            holders.setdefault(name, []).append(index)
+    batch = batch_size(example_inputs)
+    return StagePlan(
+        tuple(stages),
+        tuple(_cut(point, small, large) for point in cuts),
+        tuple(Tied(name, tuple(where)) for name, where in holders.items() if len(where) > 1),
+        tuple(
+            (where, tuple(t.shape[1:] if t.dim() and t.shape[0] == batch else t.shape))
+            for where, t in tensors_in(example_inputs)
+        ),
+    )
+
+
+def _candidates(model: nn.Module, seen: Recording) -> tuple[list[_Point], list[str]]:
+    """Places to cut in the order of the forward pass, and why others are none.
+
+    Between the repeated blocks rather than inside them, unless there are none between.
+    """
+    num_calls = Counter(call.path for call in seen.calls)
+    blocks = tuple(f"{path}." for path in find_blocks(model))
+    points: list[_Point] = []
+    refused: list[str] = []
+    last_uses = sorted(
+        (v.last_use, v.defined, k) for k, v in seen.values.items() if v.last_use >= 0
+    )
+    for index, call in enumerate(seen.calls):
+        if call.parent < 0 or call.path.startswith(blocks):
+            continue
+        sent = tuple(
+            (where, value)
+            for where, value in call.inputs.items()
+            if value in seen.values and seen.values[value].is_tainted
+        )
+        if not sent or (points and points[-1].clock == call.start):
+            continue  # nothing has been computed yet, or since the last candidate
+        if num_calls[call.path] > 1:
+            refused.append(f"{call.path} is called {num_calls[call.path]} times")
+            continue
+        reason = _what_crosses(seen, call, {value for _, value in sent}, last_uses)
+        if reason:
+            refused.append(f"no cut at {call.path}: {reason}")
+        else:
+            points.append(_Point(index, call.path, call.start, call.flops_start, sent))
+    return points, refused
+
+
+def _what_crosses(
+    seen: Recording, call: Call, sent: set[int], last_uses: list[tuple[int, int, int]]
+) -> str:
+    """What the part after a cut at `call` needs of the part before, besides its arguments."""
+    for key in sent:
+        value = seen.values[key]
+        if not value.tensor.is_floating_point():
+            return f"it takes a {value.tensor.dtype} tensor computed from weights"
+    for last_use, defined, key in last_uses[bisect_left(last_uses, (call.start + 1, -1, -1)) :]:
+        value = seen.values[key]
+        if defined > call.start or (key in sent and last_use <= call.end):
+            continue
+        hidden = not value.is_tainted and _inside_stand_in(seen, value.call, call.start)
+        if value.is_tainted or hidden:
+            source = seen.path_of(value.call) or "the model's own forward"
+            user = seen.path_of(value.last_call) or "the model's own forward"
+            return f"a tensor made in {source} is used later in {user}"
+    return ""
+
+
+def _inside_stand_in(seen: Recording, call: int, clock: int) -> bool:
+    """Whether a call is part of one that a stage beginning at `clock` does not run."""
+    while call >= 0:
+        found = seen.calls[call]
+        if found.is_stand_in_possible and found.end <= clock:
+            return True
+        call = found.parent
+    return False
+
+
+def _too_few(model: nn.Module, asked: int, most: int, refused: list[str]) -> UsageError:
+    why = f" ({refused[0]})" if refused else ""
+    return UsageError(
+        f"{type(model).__name__} cannot be cut into {asked} pipeline stages{why}; the largest number "
+        f"of stages that works is {most}: use pp x virtual <= {most}"
+    )
+
+
+def _cut(point: _Point, small: Recording, large: Recording) -> Cut:
+    sent = []
+    for where, key in point.sent:
+        other = large.values[large.calls[point.call].inputs[where]].tensor
+        sent.append(Sent(where, spec_of(small.values[key].tensor, other, BATCHES)))
+    return Cut(point.path, tuple(sent))
+
+
+def _stage_specs(
+    model: nn.Module,
+    small: Recording,
+    large: Recording,
+    cuts: list[_Point],
+    costs: list[float],
+) -> list[StageSpec]:
+    bounds = [-1, *(cut.clock for cut in cuts), small.end]
+    owners = _owners(model, small, bounds)
+    specs = []
+    for index, cost in enumerate(costs):
+        begin, end = bounds[index], bounds[index + 1]
+
+        def runs_here(
+            uses: list[tuple[int, int]], begin: int = begin, end: int = end, index: int = index
+        ) -> bool:
+            return any(
+                begin < clock <= end
+                or (clock <= begin and not (index and _inside_stand_in(small, call, begin)))
+                for clock, call in uses
+            )
+
+        held = tuple(name for name, stages in owners.items() if index in stages)
+        fillers = tuple(
+            Filler(name, tuple(p.shape), p.dtype)
+            for name, p in model.named_parameters()
+            if name not in held and runs_here(small.uses.get(name, []) + small.looks.get(name, []))
+        )
+        buffers = tuple(
+            name
+            for name, _ in model.named_buffers()
+            if name not in small.uses or runs_here(small.uses[name])
+        )
+        stand_ins = _stand_ins(small, large, begin) if index else ()
+        first = cuts[index - 1].path if index else ""
+        specs.append(StageSpec(first, held, buffers, stand_ins, fillers, cost))
+    return specs
+
+
+def _owners(model: nn.Module, seen: Recording, bounds: list[int]) -> dict[str, set[int]]:
+    """The stages that use each parameter; one that nothing uses goes with the one before it."""
+    owners: dict[str, set[int]] = {}
+    previous = 0
+    for name, _ in model.named_parameters():
+        stages = {bisect_left(bounds, clock) - 1 for clock, _ in seen.uses.get(name, [])}
+        owners[name] = stages or {previous}
+        previous = min(owners[name])
+    return owners
+
+
+def _stand_ins(small: Recording, large: Recording, clock: int) -> tuple[StandIn, ...]:
+    """The outermost calls that were over when a stage began and that only weights matter to."""
+    found = []
+    for call, other in zip(small.calls, large.calls, strict=True):
+        if not call.is_stand_in_possible or call.end > clock:
+            continue
+        if call.parent >= 0 and _inside_stand_in(small, call.parent, clock):
+            continue
+        larger = dict(tensors_in(other.output))
+
+        def spec(where: Where, leaf: Any, larger: dict[Where, Tensor] = larger) -> Any:
+            return spec_of(leaf, larger[where], BATCHES) if isinstance(leaf, Tensor) else leaf
+
+        found.append(StandIn(call.path, call.order, map_leaves(call.output, spec)))
+    return tuple(found)

@@ -1,0 +1,251 @@
+"""One stage of a pipeline: the user's own module and forward pass, with the other stages taken out.
+
+A stage runs the model's forward on the model's inputs. Calls that earlier stages did are answered with
+zeros, what is made of the inputs alone (masks, positions, rotary tables) is computed again, the module
+at the stage's beginning gets the received tensors for its arguments, and the pass stops where the
+next stage begins. So a model needs no rewriting, and only activations travel. `build_stages` is called
+by `apply.py`; what it returns may be checkpointed, sharded, replicated before `run.py` drives it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.errors import RunError, UsageError
+from ridgeline.parallel.pipeline.plan import Cut, StagePlan
+from ridgeline.parallel.pipeline.structure import (
+    TensorSpec,
+    batch_size,
+    call_arguments,
+    map_leaves,
+    replace_tensors,
+    tensors_in,
+)
+
+Change = Callable[[int, Tensor], Tensor]
+"""(index of a cut, a tensor that crosses it) -> the tensor in another form."""
+
+_RECEIVED = "_ridgeline_received"
+
+
+class _Stop(BaseException):
+    """The next stage begins here. Not an `Exception`, so that a model's own `except` lets it pass."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self.call = (args, kwargs)
+
+
+class _Own(torch.autograd.Function):
+    """A copy, since a model may change its arguments in place and a leaf of the graph forbids it.
+
+    Its gradient is what is sent back: as memory lies, so contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+class Stage(nn.Module):
+    """Mixed into the class of the user's model, whose names and attributes a stage keeps.
+
+    `forward(*received, inputs=...)` gives the tuple of tensors to send, or, in the last stage, what
+    the model returns. `inputs` are the model's: a tensor, a tuple of arguments or keywords.
+    """
+
+    _stage: _Runner
+
+    def forward(self, *received: Tensor, inputs: Any) -> Any:
+        return self._stage.run(self, received, inputs)
+
+
+class _Runner:
+    """How one stage runs; no module, so that the stage's parameters have no prefix."""
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        index: int,
+        forward: Callable[..., Any],
+        enter: Change | None,
+        leave: Change | None,
+    ) -> None:
+        self.plan, self.index, self.forward = plan, index, forward
+        self.enter, self.leave = enter, leave
+        self.spec = plan.stages[index]
+        self.begin: Cut | None = plan.cuts[index - 1] if index else None
+        self.stop: Cut | None = plan.cuts[index] if index + 1 < plan.num_stages else None
+        self.is_hooked = False
+        self.is_active = False
+        self.received: tuple[Tensor, ...] = ()
+        self.batch = 0
+        self.device = torch.device("cpu")
+        self.num_calls: dict[str, int] = {}
+
+    def run(self, model: nn.Module, received: tuple[Tensor, ...], inputs: Any) -> Any:
+        if not self.is_hooked:
+            self._hook(model)
+        args, kwargs = call_arguments(inputs)
+        self.batch = batch_size(inputs)
+        self.device = next(tensor.device for _, tensor in tensors_in(inputs))
+        self.received = tuple(self._receive(tensor) for tensor in received)
+        self.num_calls = {}
+        self.is_active = True
+        try:
+            with self._fillers(model):
+                output = self.forward(model, *args, **kwargs)
+        except _Stop as stop:
+            return self._send(stop)
+        finally:
+            self.is_active = False
+            self.received = ()
+        if self.stop is not None:
+            raise RunError(
+                f"stage {self.index} came to the end of the model without calling {self.stop.path}, "
+                "where the next one begins: the forward pass took another path than in the example"
+            )
+        return output
+
+    def _receive(self, tensor: Tensor) -> Tensor:
+        tensor = _Own.apply(tensor)
+        return self.enter(self.index - 1, tensor) if self.enter else tensor
+
+    def _send(self, stop: _Stop) -> tuple[Tensor, ...]:
+        assert self.stop is not None
+        found = dict(tensors_in(stop.call))
+        sent = []
+        for item in self.stop.sent:
+            tensor = found[item.where]
+            tensor = self.leave(self.index, tensor) if self.leave else tensor
+            tensor = tensor.to(item.spec.dtype)
+            if tuple(tensor.shape) != item.spec.shape(self.batch):
+                raise RunError(
+                    f"stage {self.index} would send a tensor of {list(tensor.shape)} to "
+                    f"{self.stop.path} where the plan says {list(item.spec.shape(self.batch))}"
+                )
+            # Torch detaches what a stage returns in place, and sends memory as it lies.
+            if tensor._is_view() or tensor.is_leaf or not tensor.is_contiguous():
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            sent.append(tensor)
+        return tuple(sent)
+
+    def _hook(self, model: nn.Module) -> None:
+        """Done at the first run: before the hooks of, and around, whatever wrapped the modules."""
+        if self.begin is not None:
+            model.get_submodule(self.begin.path).register_forward_pre_hook(
+                self._replace, with_kwargs=True, prepend=True
+            )
+        if self.stop is not None:
+            model.get_submodule(self.stop.path).register_forward_pre_hook(
+                self._raise, with_kwargs=True, prepend=True
+            )
+        self.is_hooked = True
+
+    def _replace(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        assert self.begin is not None
+        found = dict(tensors_in((args, kwargs)))
+        places = [item.where for item in self.begin.sent]
+        if self.is_active:
+            received = self.received
+            # A checkpointed block runs again in the backward pass, called with the same stand-ins.
+            if places:
+                setattr(found[places[0]], _RECEIVED, received)
+        else:
+            received = getattr(found[places[0]], _RECEIVED)
+        return replace_tensors((args, kwargs), dict(zip(places, received, strict=True)))
+
+    def _raise(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_active:
+            raise _Stop(args, kwargs)
+
+    @contextmanager
+    def _fillers(self, model: nn.Module) -> Iterator[None]:
+        """Zeros without memory in place of parameters that are elsewhere, while the stage runs."""
+        filled = []
+        for filler in self.spec.fillers:
+            path, _, name = filler.name.rpartition(".")
+            module = model.get_submodule(path)
+            zero = torch.zeros((), dtype=filler.dtype, device=self.device)
+            module.__dict__[name] = zero.expand(filler.shape)
+            filled.append((module, name))
+        try:
+            yield
+        finally:
+            for module, name in filled:
+                del module.__dict__[name]
+
+    def stand_in(self, path: str, outputs: dict[int, Any], forward: Any) -> Callable[..., Any]:
+        """The forward of a module whose calls number `outputs` are answered with zeros."""
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            order = self.num_calls.get(path, 0)
+            self.num_calls[path] = order + 1
+            if not self.is_active or order not in outputs:
+                return forward(*args, **kwargs)
+
+            def zeros(_: Any, leaf: Any) -> Any:
+                is_tensor = isinstance(leaf, TensorSpec)
+                return leaf.zeros(self.batch, self.device) if is_tensor else leaf
+
+            return map_leaves(outputs[order], zeros)
+
+        return answer
+
+
+def build_stages(
+    model: nn.Module,
+    plan: StagePlan,
+    indices: Sequence[int],
+    enter: Change | None = None,
+    leave: Change | None = None,
+) -> list[Stage]:
+    """The stages `indices` of `model`, each a module of the model's own class with its own names.
+
+    They share the parameters and buffers of `model` and hold no others than their plan says: memory
+    is free once the caller lets go of `model`. A parameter that two stages of one rank train is one
+    object. `enter` is applied to each received tensor and `leave` to each one about to be sent; what
+    `leave` gives must be a plain tensor of the planned shape.
+    """
+    return [_build(model, plan, index, enter, leave) for index in indices]
+
+
+def _build(
+    model: nn.Module, plan: StagePlan, index: int, enter: Change | None, leave: Change | None
+) -> Stage:
+    spec = plan.stages[index]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    kept = {id(t) for name, t in tensors if name in {*spec.parameters, *spec.buffers}}
+    memo: dict[int, Any] = {id(tensor): tensor for _, tensor in tensors}
+    stage = copy.deepcopy(model, memo)
+    kind = type(model)
+    if "forward" in stage.__dict__:
+        raise UsageError(
+            f"{kind.__name__} has a forward set on the instance, which a pipeline stage cannot take "
+            "over; give the class the forward and build the model anew"
+        )
+    runner = _Runner(plan, index, kind.forward, enter, leave)
+    answers: dict[str, dict[int, Any]] = {}
+    for stand_in in spec.stand_ins:
+        answers.setdefault(stand_in.path, {})[stand_in.order] = stand_in.output
+    for path, outputs in answers.items():
+        module = stage.get_submodule(path)
+        module.forward = runner.stand_in(path, outputs, module.forward)
+    for module in stage.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in kept:
+                    held[name] = None  # not deleted: a model may tie weights again when it is moved
+    stage.__class__ = type(f"{kind.__name__}Stage", (Stage, kind), {})
+    stage._stage = runner
+    return stage

@@ -1,0 +1,239 @@
+"""The pipeline of an arranged model: its stages on this rank, and what drives them.
+
+`cut_into_stages` is the first technique to be applied, because a stage is a copy of the model's
+structure and the others change instances: they are put on each stage in turn. The cuts are balanced by
+the measured time of the model's blocks where the model can be run, by FLOPs otherwise. Called by
+`apply.py`; `train/objective.py` and evaluation drive it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ridgeline.errors import UsageError
+from ridgeline.parallel.blocks import find_blocks
+from ridgeline.parallel.mesh import Mesh
+from ridgeline.parallel.pipeline import Pipeline, StagePlan, Timeline, build_stages, plan_stages
+from ridgeline.parallel.pipeline.plan import Cut
+from ridgeline.parallel.precision import AUTOCAST
+
+if TYPE_CHECKING:
+    from ridgeline.parallel.arranged import Arranged
+
+_MEASURED_PASSES = 3
+
+
+@dataclass
+class Staged:
+    """The stages of this rank and their pipeline."""
+
+    stages: list[nn.Module]
+    plan: StagePlan
+    mesh: Mesh
+    loss: Callable[[Any, Any], Tensor]
+    inside: Callable[[], AbstractContextManager[Any]]
+    """The context in which losses of a stage's outputs are taken."""
+    _pipeline: Pipeline | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Made when it is first needed, on every rank at once: the stages are finished then."""
+        if self._pipeline is None:
+            layout, group = self.mesh.layout, self.mesh.group("pp")
+            assert group is not None
+            self._pipeline = Pipeline(
+                self.stages,
+                self.plan,
+                self.loss,
+                layout.schedule,
+                layout.microbatches,
+                layout.virtual,
+                group,
+                self.mesh.device,
+                inside=self.inside,
+            )
+        return self._pipeline
+
+    @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """Parameters of this rank that another rank of the pipeline holds too, and counts."""
+        num_ranks, rank = self.mesh.axis_size("pp"), self.mesh.axis_rank("pp")
+        return frozenset(
+            tied.name
+            for tied in self.plan.tied
+            if min(self.plan.rank_of(stage, num_ranks) for stage in tied.stages) != rank
+        )
+
+    @property
+    def tied_here(self) -> frozenset[str]:
+        """Parameters of this rank that another rank holds too."""
+        num_ranks, rank = self.mesh.axis_size("pp"), self.mesh.axis_rank("pp")
+        found = set()
+        for tied in self.plan.tied:
+            ranks = {self.plan.rank_of(stage, num_ranks) for stage in tied.stages}
+            if rank in ranks and len(ranks) > 1:
+                found.add(tied.name)
+        return frozenset(found)
+
+    def forward_backward(
+        self,
+        inputs: list[Any],
+        targets: list[Any],
+        counts: tuple[int, ...],
+        weights: list[float],
+        prepare: Callable[[int], None],
+    ) -> Tensor:
+        """All microbatches; the sum of weight times loss, the same on every stage.
+
+        `prepare` is called with a microbatch's number before each of its forward passes.
+        """
+        return self.pipeline.forward_backward(inputs, targets, counts, weights, prepare)
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's outputs on the rank of the last stage, None on the others."""
+        outputs = self.pipeline.forward([inputs])
+        return None if outputs is None else outputs[0]
+
+    def sum_tied_gradients(self) -> None:
+        self.pipeline.sum_tied_gradients()
+
+    def record_next_step(self) -> None:
+        self.pipeline.record_next_step()
+
+    def timeline(self) -> Timeline:
+        return self.pipeline.timeline()
+
+
+def cut_into_stages(built: Arranged) -> None:
+    """Plan the cuts on every rank alike and keep this rank's stages."""
+    layout, mesh = built.layout, built.mesh
+    example = built.require_example("a pipeline")
+    costs = _agree(_measure(built.model, example), mesh)
+    num_stages = layout.pp * layout.virtual
+    plan = plan_stages(
+        built.model,
+        num_stages,
+        example,
+        costs,
+        device=mesh.device,
+        autocast_dtype=AUTOCAST.get(layout.precision),
+    )
+    sent = _local_plan(plan, mesh)
+    indices = plan.indices_of(mesh.axis_rank("pp"), layout.pp)
+
+    def enter(cut: int, tensor: Tensor) -> Tensor:
+        if built.view is None:
+            return tensor
+        return built.view.enter(tensor, _global_shape(plan.cuts[cut], sent.cuts[cut], tensor))
+
+    def leave(cut: int, tensor: Tensor) -> Tensor:
+        return tensor if built.view is None else built.view.leave(tensor)
+
+    stages = build_stages(built.model, sent, indices, enter, leave)
+    take = built.loss
+    if take is None:
+        raise UsageError("a pipeline takes the loss itself: give arrange(..., loss=...)")
+
+    def loss(outputs: Any, targets: Any) -> Tensor:
+        return built.plain(take(outputs, targets))  # type: ignore[no-any-return]
+
+    built.staged = Staged(list(stages), sent, mesh, loss, built.inside)
+    built.model = built.objective = stages[0]  # lets go of the weights of all other stages
+    built.notes += plan.describe().splitlines()
+
+
+def _global_shape(whole: Cut, local: Cut, tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the activation of which this rank received a part."""
+    for outer, inner in zip(whole.sent, local.sent, strict=True):
+        if inner.spec.shape(tensor.shape[0]) == tuple(tensor.shape):
+            return outer.spec.shape(tensor.shape[0])
+    raise ValueError(f"a tensor of {list(tensor.shape)} crosses no cut before {whole.path}")
+
+
+def _local_plan(plan: StagePlan, mesh: Mesh) -> StagePlan:
+    """The plan with the lengths that this rank sends: its part of the sequence."""
+    layout = mesh.layout
+    if layout.cp == 1 and not layout.sp:
+        return plan
+    from ridgeline.parallel.tensor.split import chunk_sizes
+
+    def shorten(cut: Cut) -> Cut:
+        found = []
+        for item in cut.sent:
+            dims = list(item.spec.dims)
+            if len(dims) >= 3 and dims[1][0] == 0:
+                length = chunk_sizes(dims[1][1], layout.cp)[mesh.axis_rank("cp")]
+                if layout.sp:
+                    length = chunk_sizes(length, layout.tp)[mesh.axis_rank("tp")]
+                dims[1] = (0, length)
+            found.append(replace(item, spec=replace(item.spec, dims=tuple(dims))))
+        return replace(cut, sent=tuple(found))
+
+    return replace(plan, cuts=tuple(shorten(cut) for cut in plan.cuts))
+
+
+@torch.no_grad()
+def _measure(model: nn.Module, example: tuple[Any, ...]) -> dict[str, float] | None:
+    """Seconds of each block and of what is beside the blocks; None where the model cannot be run."""
+    if any(p.is_meta for p in model.parameters()):
+        return None
+    timed = _side_by_side(model)
+    times: dict[str, list[float]] = {path: [] for path in timed}
+    starts: dict[str, float] = {}
+
+    def now() -> float:
+        if any(isinstance(x, Tensor) and x.is_cuda for x in example):
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def before(path: str) -> Callable[..., None]:
+        return lambda *_: starts.__setitem__(path, now())
+
+    def after(path: str) -> Callable[..., None]:
+        return lambda *_: times[path].append(now() - starts[path])
+
+    hooks = [module.register_forward_pre_hook(before(path)) for path, module in timed.items()]
+    hooks += [module.register_forward_hook(after(path)) for path, module in timed.items()]
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(_MEASURED_PASSES):
+            model(*example)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return {path: statistics.median(found) for path, found in times.items() if found}
+
+
+def _side_by_side(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that hold all parameters between them, none inside another: blocks, else leaves."""
+    blocks = find_blocks(model)
+    found: dict[str, nn.Module] = {}
+
+    def look(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            place = f"{path}.{name}" if path else name
+            if place in blocks or next(child.children(), None) is None:
+                found[place] = child
+            else:
+                look(child, place)
+
+    look(model, "")
+    return found
+
+
+def _agree(costs: dict[str, float] | None, mesh: Mesh) -> dict[str, float] | None:
+    """Rank 0's measurement: every rank has to cut at the same places."""
+    box = [costs]
+    dist.broadcast_object_list(box, group_src=0, group=mesh.world_group)
+    return box[0]

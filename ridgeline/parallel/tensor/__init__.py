@@ -1,0 +1,24 @@
+"""Tensor parallelism: a model's matrices cut over ranks, its own forward left as it is.
+
+`plan_tensor` says what is cut, `apply_tensor` cuts it and returns the `GlobalView` the model then runs
+in. `parallel/apply.py` calls both.
+"""
+
+from ridgeline.parallel.tensor.apply import apply_tensor, cut_layers, enter_stage, enter_view
+from ridgeline.parallel.tensor.plan import TensorPlan, plan_tensor
+from ridgeline.parallel.tensor.split import Split, cut_local, gather_full
+from ridgeline.parallel.tensor.view import GlobalView, Part
+
+__all__ = [
+    "GlobalView",
+    "Part",
+    "Split",
+    "TensorPlan",
+    "apply_tensor",
+    "cut_layers",
+    "cut_local",
+    "enter_stage",
+    "enter_view",
+    "gather_full",
+    "plan_tensor",
+]

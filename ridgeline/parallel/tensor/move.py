@@ -1,0 +1,135 @@
+"""The border between plain tensors and DTensors, with the gradient's placement said on both sides.
+
+DTensor is used as a value with a global shape, a placement on each mesh axis and `redistribute`; what
+computes is plain torch on plain local tensors. `leave` gives the local tensor of a DTensor in a
+placement, `enter` makes a DTensor of a local tensor. Both are differentiable, and a gradient that
+comes back through `leave` is always in the placement of the DTensor itself, so that gradients of
+several uses add up without thought. Called by `view.py` and by every rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ridgeline.parallel.tensor.split import chunk_sizes
+
+Placements = tuple[Placement, ...]
+
+
+def leave(x: DTensor, placements: Placements, grads: Placements) -> Tensor:
+    """The local tensor of `x` in `placements`; `grads` says what a rank's gradient of it is."""
+    return _Leave.apply(x, placements, grads)  # type: ignore[no-any-return]
+
+
+def enter(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: Sequence[int],
+    grads: Placements | None = None,
+) -> DTensor:
+    """A DTensor of `shape`; the gradient that goes back to `local` is brought to `grads` first."""
+    shape = torch.Size(shape)
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return _build(local.detach(), mesh, placements, shape)
+    grads = plain_gradient(placements) if grads is None else grads
+    return _Enter.apply(local, mesh, placements, shape, grads)  # type: ignore[no-any-return]
+
+
+def redistribute(x: DTensor, placements: Placements) -> DTensor:
+    """`x` in other placements, without a gradient. Also makes Partial of Shard and Replicate."""
+    wanted = tuple(
+        have if want.is_partial() and not have.is_partial() else want
+        for have, want in zip(x.placements, placements, strict=True)
+    )
+    x = x.detach()
+    if wanted != x.placements:
+        x = x.redistribute(placements=wanted)
+    for axis, want in enumerate(placements):
+        if want.is_partial() and not x.placements[axis].is_partial():
+            x = _as_partial(x, axis)
+    return x
+
+
+def local_of(x: DTensor) -> Tensor:
+    return x.to_local()  # type: ignore[no-any-return]
+
+
+def plain_gradient(placements: Placements) -> Placements:
+    """What the gradient of a tensor in `placements` is kept in: the same, but never pending."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> list[int]:
+    """Shape of this rank's part of a tensor of the global `shape`."""
+    local = list(shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = chunk_sizes(local[placement.dim], mesh.size(axis))
+            local[placement.dim] = sizes[mesh.get_local_rank(axis)]
+    return local
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, placements: Placements, grads: Placements) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape, ctx.grads = x.device_mesh, x.placements, x.shape, grads
+        local = local_of(redistribute(x, placements))
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
+        whole = _build(grad.contiguous(), ctx.mesh, ctx.grads, ctx.shape)
+        return redistribute(whole, plain_gradient(ctx.placements)), None, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        mesh: DeviceMesh,
+        placements: Placements,
+        shape: torch.Size,
+        grads: Placements,
+    ) -> DTensor:
+        ctx.grads = grads
+        return _build(local.view_as(local), mesh, placements, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None, None, None]:
+        return local_of(redistribute(grad, ctx.grads)), None, None, None, None
+
+
+def _build(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _as_partial(x: DTensor, axis: int) -> DTensor:
+    """A sum over `axis` that gives `x`: each rank's own part and zeros, or all of it on the first."""
+    mesh, placement = x.device_mesh, x.placements[axis]
+    if x.placements.count(placement) > 1:  # two axes cut one dim, the second within the first
+        placement = Replicate()
+        x = x.redistribute(placements=_with(x.placements, axis, placement))
+    local, rank = local_of(x), mesh.get_local_rank(axis)
+    if isinstance(placement, Shard):
+        shape = local_shape(x.shape, mesh, _with(x.placements, axis, Replicate()))
+        sizes = chunk_sizes(shape[placement.dim], mesh.size(axis))
+        whole = local.new_zeros(shape)
+        whole.narrow(placement.dim, sum(sizes[:rank]), sizes[rank]).copy_(local)
+        local = whole
+    elif rank:
+        local = torch.zeros_like(local)
+    return _build(local, mesh, _with(x.placements, axis, Partial()), x.shape)
+
+
+def _with(placements: Placements, axis: int, placement: Placement) -> Placements:
+    return (*placements[:axis], placement, *placements[axis + 1 :])

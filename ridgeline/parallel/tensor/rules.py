@@ -1,0 +1,305 @@
+"""How a torch function runs on the ranks' own parts of its arguments.
+
+Most functions can be said in labels, as einsum says a product: every dim of every argument and result
+has one, dims that run together share it. A label may be cut over the ranks, unless the function looks
+along it (`frozen`); one that is summed over and not in the result gives partial sums. From labels the
+placement of every argument, of the result and of all gradients follow (`run_labels`), and the
+function itself runs on plain local tensors, exactly as on one device. A function without a rule gets
+its arguments whole, in `view.py`. Called by `view.py` and `layers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ridgeline.parallel.tensor.move import enter
+
+if TYPE_CHECKING:
+    from ridgeline.parallel.tensor.view import GlobalView
+
+Labels = tuple[Any, ...]
+Rule = Callable[["GlobalView", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def run_labels(
+    view: GlobalView,
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    labels: Sequence[Labels],
+    results: Sequence[Labels],
+    *,
+    frozen: Collection[Any] = (),
+    summed: Collection[Any] = (),
+    sizes: dict[Any, int] | None = None,
+) -> Any:
+    """`function` of the local tensors, cut along whatever the arguments are cut along already.
+
+    `sizes` gives the length of labels in the results that are not those of the arguments.
+    """
+    lengths: dict[Any, int] = {}
+    for tensor, names in zip(tensors, labels, strict=True):
+        for name, length in zip(names, tensor.shape, strict=True):
+            lengths[name] = (
+                max(lengths.get(name, 0), length) if length != 1 else (lengths.get(name, 1))
+            )
+    free = {name for name in lengths if name not in frozen and lengths[name] > 1}
+    chosen = _choose(view, tensors, labels, results, free, set(summed))
+    locals_ = []
+    for tensor, names in zip(tensors, labels, strict=True):
+        places: list[Placement] = []
+        grads: list[Placement] = []
+        for name in chosen:
+            at = names.index(name) if name is not None and name in names else None
+            cut = at is not None and tensor.shape[at] == lengths[name]
+            place = Shard(at) if cut and at is not None else Replicate()
+            places.append(place)
+            grads.append(Partial() if name is not None and not cut else place)
+        locals_.append(view.local(tensor, tuple(places), tuple(grads)))
+    outcome = function(*locals_)
+    several = isinstance(outcome, (tuple, list))
+    if not several and not isinstance(outcome, Tensor):
+        return outcome
+    lengths |= sizes or {}
+    made = []
+    for local, names in zip(outcome if several else [outcome], results, strict=True):
+        places = [
+            Replicate()
+            if name is None
+            else Shard(names.index(name))
+            if name in names
+            else Partial()
+            for name in chosen
+        ]
+        shape = [lengths[name] for name in names]
+        made.append(view.settle(enter(local, view.mesh, tuple(places), shape)))
+    return type(outcome)(made) if several else made[0]
+
+
+def _choose(
+    view: GlobalView,
+    tensors: Sequence[Tensor],
+    labels: Sequence[Labels],
+    results: Sequence[Labels],
+    free: set[Any],
+    summed: set[Any],
+) -> list[Any]:
+    """For each mesh axis the label that is cut over it, or None: what the largest argument has."""
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].numel())
+    chosen: list[Any] = []
+    for axis in range(view.mesh.ndim):
+        label = None
+        for i in order:
+            tensor = tensors[i]
+            place = tensor.placements[axis] if isinstance(tensor, DTensor) else None
+            if not isinstance(place, Shard):
+                continue
+            name = labels[i][place.dim]
+            kept = name in summed or all(name in names for names in results)
+            if name in free and kept:
+                label = name
+                break
+        chosen.append(label)
+    return chosen
+
+
+def aligned(dim: int) -> Labels:
+    """Labels that line up from the right, as broadcasting does."""
+    return tuple(range(-dim, 0))
+
+
+def elementwise(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Any function that works element by element with broadcasting, whatever its other arguments."""
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[i] for i in places]
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+
+    def call(*local: Tensor) -> Any:
+        for i, tensor in zip(places, local, strict=True):
+            leaves[i] = tensor
+        new_args, new_kwargs = tree_unflatten(leaves, spec)
+        return func(*new_args, **new_kwargs)
+
+    return run_labels(
+        view, call, tensors, [aligned(t.dim()) for t in tensors], [aligned(len(shape))]
+    )
+
+
+def along_dim(position: int, default: int | None) -> Rule:
+    """A function of one tensor that looks along the dim in argument `position` and keeps the shape."""
+
+    def rule(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        dim = args[position] if len(args) > position else kwargs.get("dim", default)
+        if not isinstance(x, Tensor) or not isinstance(dim, int):
+            return NotImplemented
+        rest = {k: v for k, v in kwargs.items() if k != "input"}
+        names = tuple(range(x.dim()))
+        return run_labels(
+            view, lambda t: func(t, *args[1:], **rest), [x], [names], [names],
+            frozen={dim % x.dim()},
+        )  # fmt: skip
+
+    return rule
+
+
+def normalise(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """layer_norm and rms_norm: they look along the last dims."""
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    if func.__name__ == "rms_norm":
+        names = ("input", "normalized_shape", "weight", "eps")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, shape = given["input"], tuple(given["normalized_shape"])
+    inner = aligned(len(shape))
+    affine = [k for k in ("weight", "bias") if given.get(k) is not None]
+
+    def call(local: Tensor, *rest: Tensor) -> Any:
+        return func(**{**given, "input": local, **dict(zip(affine, rest, strict=True))})
+
+    tensors = [x, *(given[k] for k in affine)]
+    labels = [aligned(x.dim()), *([inner] * len(affine))]
+    return run_labels(view, call, tensors, labels, labels[:1], frozen=inner)
+
+
+def reduction(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Reductions over some dims: a sum or a mean of parts is partial, others look along the dims."""
+    name = func.__name__
+    x = args[0] if args else kwargs["input"]
+    rest = {k: v for k, v in kwargs.items() if k not in ("input", "dim", "axis")}
+    more = list(args[1:])
+    dim = more.pop(0) if more else kwargs.get("dim", kwargs.get("axis"))
+    if more:
+        rest["keepdim"] = more.pop(0)
+    if more or rest.get("out") is not None or isinstance(dim, (str, bool, Tensor)):
+        return NotImplemented
+    if dim is None and name not in ("sum", "mean"):
+        return NotImplemented
+    dims = range(x.dim()) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
+    gone = {d % x.dim() for d in dims} if x.dim() else set()
+    keep = bool(rest.pop("keepdim", False))
+    names = tuple(range(x.dim()))
+    left = tuple(("kept", d) if d in gone else d for d in names if keep or d not in gone)
+    count = 1
+    for d in gone:
+        count *= x.shape[d]
+    order = sorted(gone)
+    sizes = {("kept", d): 1 for d in gone}
+
+    def call(local: Tensor) -> Any:
+        if name == "mean":
+            if local.dtype in (torch.float16, torch.bfloat16) and rest.get("dtype") is None:
+                return (
+                    local.sum(order, keepdim=keep, dtype=torch.float32).div(count).to(local.dtype)
+                )
+            return local.sum(order, keepdim=keep, **rest) / count if order else local / count
+        if name == "sum":
+            return local.sum(order, keepdim=keep, **rest) if order else local.sum(**rest)
+        return func(local, dim if isinstance(dim, int) else order, keepdim=keep, **rest)
+
+    if name in ("sum", "mean"):
+        return run_labels(view, call, [x], [names], [left], summed=gone, sizes=sizes)
+    results = [left, left] if name in ("max", "min", "median", "topk") else [left]
+    return run_labels(view, call, [x], [names], results, frozen=gone, sizes=sizes)
+
+
+def matmul(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Products of matrices and stacks of them."""
+    if len(args) != 2 or kwargs:
+        return NotImplemented
+    a, b = args if func.__name__ != "__rmatmul__" else (args[1], args[0])
+    if a.dim() < 2 or b.dim() < 2:
+        return NotImplemented
+    batch = max(a.dim(), b.dim()) - 2
+    lead = [("b", i) for i in range(batch)]
+    labels = [
+        (*lead[batch - (a.dim() - 2) :], "m", "k"),
+        (*lead[batch - (b.dim() - 2) :], "k", "n"),
+    ]
+    out = (*lead, "m", "n")
+    return run_labels(view, torch.matmul, [a, b], labels, [out], summed={"k"})
+
+
+def addmm(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """bias + a @ b (and its batched form), as two steps, so that partial sums get the bias once."""
+    if len(args) != 3 or kwargs:
+        return NotImplemented
+    bias, a, b = args
+    return elementwise(view, torch.add, (bias, matmul(view, torch.matmul, (a, b), {})), {})
+
+
+def linear(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """x @ weight.T + bias with a whole weight; split ones are in `layers.py`."""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    lead = tuple(range(x.dim() - 1))
+    labels: list[Labels] = [(*lead, "k"), ("n", "k")]
+    out = [(*lead, "n")]
+    if bias is None:
+        return run_labels(view, func, [x, weight], labels, out, summed={"k"})
+    if view.is_cut(x, x.dim() - 1):
+        product = run_labels(view, func, [x, weight], labels, out, summed={"k"})
+        return elementwise(view, torch.add, (product, bias), {})
+    return run_labels(view, func, [x, weight, bias], [*labels, ("n",)], out)
+
+
+def einsum(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Any equation in letters, without an ellipsis and without a letter twice in one operand."""
+    if kwargs or not isinstance(args[0], str):
+        return NotImplemented
+    operands = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+    equation = args[0].replace(" ", "")
+    inputs, arrow, out = equation.partition("->")
+    terms = inputs.split(",")
+    if "." in equation or not arrow or any(len(set(t)) != len(t) for t in terms):
+        return NotImplemented
+    gone = set("".join(terms)) - set(out)
+    labels = [tuple(term) for term in terms]
+    # A letter of length 1 in one operand and longer in another broadcasts.
+    call = lambda *local: torch.einsum(equation, *local)  # noqa: E731
+    # A letter that is in one operand only and not in the result is summed too: still linear.
+    return run_labels(view, call, list(operands), labels, [tuple(out)], summed=gone)
+
+
+def cat(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """cat and concat: the dim along which they join stays whole."""
+    tensors = args[0] if args else kwargs["tensors"]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    if kwargs.get("out") is not None or not isinstance(dim, int):
+        return NotImplemented
+    tensors = [t for t in tensors if t.dim() != 1 or t.numel()]  # torch lets empty ones through
+    num = tensors[0].dim()
+    dim %= num
+    if any(t.dim() != num for t in tensors):
+        return NotImplemented
+    labels = [tuple(("cat", i) if d == dim else d for d in range(num)) for i in range(len(tensors))]
+    out = tuple("cat" if d == dim else d for d in range(num))
+    total = sum(t.shape[dim] for t in tensors)
+    frozen = {("cat", i) for i in range(len(tensors))}
+    return run_labels(
+        view, lambda *local: torch.cat(local, dim), tensors, labels, [out],
+        frozen=frozen, sizes={"cat": total},
+    )  # fmt: skip
+
+
+def pointwise_loss(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """mse_loss and its like: the element-wise loss, then its mean or sum."""
+    kwargs = dict(kwargs)
+    reduction_name = kwargs.pop("reduction", "mean")
+    if (
+        len(args) + ("input" in kwargs) + ("target" in kwargs) != 2
+        or kwargs.get("weight") is not None
+    ):
+        return NotImplemented
+    if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+        return NotImplemented
+    each = elementwise(view, func, args, {**kwargs, "reduction": "none"})
+    if reduction_name == "none":
+        return each
+    whole = torch.mean if reduction_name == "mean" else torch.sum
+    return reduction(view, whole, (each,), {})

@@ -1,0 +1,1 @@
+"""The same training in two layouts, compared tensor by tensor."""

@@ -1,0 +1,97 @@
+"""Two recordings side by side: the first tensor that differs, at which step, and by how much.
+
+Differences are relative to the largest element of the tensor, because a single element near zero has no
+digits left to agree in. Called by `run.py` and by the parity tests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ridgeline.verify.record import Recording, Tensors
+
+FLOAT64_BOUND = 1e-9
+"""Relative; an error of a formula is many times larger, rounding in float64 a million times smaller."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two trainings part."""
+
+    kind: str
+    """loss, gradient or weight."""
+    name: str
+    step: int
+    size: float
+    """Relative; infinite where one side is not a number, or is missing."""
+
+    def __str__(self) -> str:
+        what = self.kind if self.kind == "loss" else f"{self.kind} {self.name}"
+        return f"{what} at step {self.step} by {self.size:.1e}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far apart two trainings are, and whether that is within the bound."""
+
+    loss: float
+    gradient: float
+    weight: float
+    """Largest relative differences over all steps and tensors."""
+    bound: float
+    first: Difference | None
+    """The first that is beyond the bound; None when the trainings are the same."""
+
+    @property
+    def same(self) -> bool:
+        return self.first is None
+
+
+def compare(one: Recording, other: Recording, bound: float = FLOAT64_BOUND) -> Comparison:
+    """`one` is the reference. In the order of computation: a step's loss, gradients, weights."""
+    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+    first: Difference | None = None
+    if len(one.losses) != len(other.losses):
+        raise ValueError(f"{len(one.losses)} steps and {len(other.losses)} cannot be compared")
+    for step in range(len(one.losses)):
+        found = [Difference("loss", "", step + 1, _relative(one.losses[step], other.losses[step]))]
+        found += _tensors("gradient", step + 1, one.gradients[step], other.gradients[step])
+        found += _tensors("weight", step + 1, one.weights[step], other.weights[step])
+        for difference in found:
+            worst[difference.kind] = max(worst[difference.kind], difference.size)
+            if first is None and not difference.size <= bound:
+                first = difference
+    return Comparison(worst["loss"], worst["gradient"], worst["weight"], bound, first)
+
+
+def _tensors(kind: str, step: int, one: Tensors, other: Tensors) -> list[Difference]:
+    found = []
+    scale = max((float(np.abs(v).max()) for v in one.values() if v.size), default=0.0)
+    for name in [*one, *(n for n in other if n not in one)]:
+        size = math.inf
+        if name in one and name in other and one[name].shape == other[name].shape:
+            size = _gap(one[name], other[name], scale)
+        found.append(Difference(kind, name, step, size))
+    return found
+
+
+def _gap(one: np.ndarray, other: np.ndarray, scale: float) -> float:
+    if not one.size:
+        return 0.0
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    gap = float(np.abs(one - other).max())
+    if math.isnan(gap):
+        return math.inf
+    # A tensor whose true value is zero (the gradient of a bias before a norm) is rounding alone:
+    # it is measured against what the other tensors of the step are made of.
+    largest = max(float(np.abs(one).max()), 1e-6 * scale)
+    return gap / largest if largest else (0.0 if gap == 0.0 else math.inf)
+
+
+def _relative(one: float, other: float) -> float:
+    if math.isnan(one) or math.isnan(other):
+        return math.inf
+    return abs(one - other) / abs(one) if one else abs(other)

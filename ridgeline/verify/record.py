@@ -1,0 +1,78 @@
+"""Train a few steps and keep every loss, gradient and weight, gathered to full tensors.
+
+This is the trainer itself: `build_training`, its loaders, its step; only the records differ. So what is
+compared is what runs. Called on every rank by `ranks.py`; the result is complete on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ridgeline.config import RunConfig
+from ridgeline.data.loader import Batch
+from ridgeline.launch.env import RankEnv
+from ridgeline.parallel.gather import full_gradients, full_state
+from ridgeline.train.setup import Training, build_training
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass
+class Recording:
+    """What a short training did. One entry a step; on ranks other than 0 tensors are missing."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    """Of the global batch's mean loss, before clipping."""
+    weights: list[Tensors] = field(default_factory=list)
+    """After the update; with the buffers of the state dict."""
+    notes: list[str] = field(default_factory=list)
+    num_parameters: int = 0
+
+
+def record_training(config: RunConfig, env: RankEnv) -> Recording:
+    """Train `config.train.steps` steps; every rank calls this."""
+    training = build_training(config, env)
+    recording = Recording(notes=list(training.arranged.notes))
+    recording.num_parameters = training.model_facts.num_parameters
+    try:
+        training.arranged.train()
+        for step, batch in enumerate(_batches(training)):
+            rate = training.peak_lr * training.schedule(step)
+            for group in training.optimizer.param_groups:
+                group["lr"] = rate
+            share = training.forward_backward(training.to_device(batch), training.clock)
+            loss = training.mesh.sum_over_data(share.double())
+            recording.losses.append(float(loss))
+            recording.gradients.append(to_numpy(full_gradients(training.arranged)))
+            training.update()
+            recording.weights.append(to_numpy(full_state(training.arranged)))
+    finally:
+        training.close_loaders()
+    return recording
+
+
+def _batches(training: Training) -> Iterator[Batch]:
+    epoch, left = 0, training.num_steps
+    while left:
+        for batch in training.loader.epoch(epoch):
+            yield batch
+            left -= 1
+            if not left:
+                return
+        epoch += 1
+
+
+def to_numpy(tensors: dict[str, torch.Tensor]) -> Tensors:
+    """Copies on the host; types that numpy does not have become float32, which holds them all."""
+    result = {}
+    for name, value in tensors.items():
+        value = value.detach().cpu()
+        if value.dtype in (torch.bfloat16, torch.float16):
+            value = value.float()
+        result[name] = value.numpy().copy()
+    return result

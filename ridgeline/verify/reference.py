@@ -1,0 +1,115 @@
+"""References for layouts that are not the training of one device: compression and local steps.
+
+`compress` rounds what replicas exchange and `sync=local:k` lets them drift apart, so one device never
+computes the same. What can be the same is the algorithm: here n replicas live in one process, one after
+the other, and the exchange is plain arithmetic. Called by `run.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ridgeline.config import RunConfig
+from ridgeline.data.loader import Batch
+from ridgeline.launch.env import RankEnv
+from ridgeline.layout import Layout
+from ridgeline.parallel.compress import Memory, reference_compress
+from ridgeline.parallel.gather import full_gradients, full_state
+from ridgeline.parallel.localsync import reference_local_sync
+from ridgeline.train.setup import Training, build_training
+from ridgeline.verify.record import Recording, to_numpy
+
+
+def needs_simulation(layout: Layout) -> bool:
+    return layout.dp > 1 and (layout.compress != "none" or layout.sync != "every")
+
+
+def simulate(config: RunConfig, env: RankEnv, layout: Layout) -> Recording:
+    """The training of `layout`'s replicas on one process; `config` says the microbatches."""
+    parts = Layout(accumulate=max(layout.accumulate, layout.microbatches))
+    config = replace(config, layout=str(parts))
+    if layout.sync != "every":
+        return _local_steps(config, env, layout.dp, int(layout.sync.partition(":")[2]))
+    return _compressed(config, env, layout.dp, layout.compress)
+
+
+def _compressed(config: RunConfig, env: RankEnv, num_replicas: int, how: str) -> Recording:
+    training = build_training(config, env)
+    # By their names in the whole that is replicated, of which the first guess at a low rank is made.
+    whole = training.arranged.objective
+    named = [(n, p) for n, p in whole.named_parameters() if p.requires_grad]
+    memory: list[Memory] = []
+    recording = _begin(training)
+    for step, batches in enumerate(_deals(training, num_replicas)):
+        everyone, loss = [], 0.0
+        for batch in batches:
+            share = _backward(training, batch, step)
+            loss += float(share.double())
+            # Replicas are averaged, so each one's gradient is of its share times their number.
+            everyone.append({n: p.grad * num_replicas for n, p in named if p.grad is not None})
+            training.optimizer.zero_grad(set_to_none=True)
+        reduced = reference_compress(everyone, how, memory)
+        for name, parameter in named:
+            parameter.grad = reduced.get(name)
+        recording.losses.append(loss)
+        recording.gradients.append(to_numpy(full_gradients(training.arranged)))
+        training.update()
+        recording.weights.append(to_numpy(full_state(training.arranged)))
+    return recording
+
+
+def _local_steps(config: RunConfig, env: RankEnv, num_replicas: int, every: int) -> Recording:
+    replicas = [build_training(config, env) for _ in range(num_replicas)]
+    recording = _begin(replicas[0])
+    seen = [0.0] * num_replicas
+    for step, batches in enumerate(_deals(replicas[0], num_replicas)):
+        loss = 0.0
+        gradients: dict[str, Tensor] = {}
+        for index, (training, batch) in enumerate(zip(replicas, batches, strict=True)):
+            loss += float(_backward(training, batch, step).double())
+            factor = batch.num_global / max(sum(batch.counts), 1)
+            for parameter in training.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= factor
+            if index == 0:
+                named = training.model.named_parameters()
+                gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+            training.update()
+            seen[index] += sum(batch.counts)
+        if (step + 1) % every == 0:
+            reference_local_sync([training.model for training in replicas], seen)
+            seen = [0.0] * num_replicas
+        recording.losses.append(loss)
+        recording.gradients.append(to_numpy(gradients))
+        recording.weights.append(to_numpy(full_state(replicas[0].arranged)))
+    return recording
+
+
+def _begin(training: Training) -> Recording:
+    training.arranged.train()
+    return Recording(num_parameters=training.model_facts.num_parameters)
+
+
+def _backward(training: Training, batch: Batch, step: int) -> Tensor:
+    rate = training.peak_lr * training.schedule(step)
+    for group in training.optimizer.param_groups:
+        group["lr"] = rate
+    share: Tensor = training.forward_backward(training.to_device(batch), training.clock)
+    return torch.as_tensor(share)
+
+
+def _deals(training: Training, num_replicas: int) -> Iterator[list[Batch]]:
+    """For each step the batch of every replica, as the ranks of a job would get them."""
+    loaders = [training.loader.dealt_to(rank, num_replicas) for rank in range(num_replicas)]
+    epoch, left = 0, training.num_steps
+    while left:
+        for batches in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
+            yield list(batches)
+            left -= 1
+            if not left:
+                return
+        epoch += 1

@@ -1,0 +1,77 @@
+"""The table of `ridgeline verify`: a row as soon as it is known, then the verdict. Called by `cli.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ridgeline.config import RunConfig
+from ridgeline.layout import Layout
+from ridgeline.verify.run import Row, Verifier
+
+_LONGEST_REASON = 400
+
+
+def show_rows(
+    config: RunConfig, layouts: list[Layout], steps: int, precision: str, survey: bool, full: bool
+) -> str:
+    """Prove the layouts one by one and print what is found; the sentence of a failure, or nothing.
+
+    In a survey of everything the table allows, a layout that the model cannot take is no failure.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    verifier = Verifier(config, layouts, steps)
+    rows: list[Row] = []
+    work = [(layout, kind) for kind in ("float64", precision) for layout in layouts]
+    width = max(len(str(layout)) for layout in layouts)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    try:
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(work))
+            progress.console.print(
+                f"{'layout':<{width}}  {'in':<8} loss     gradient weight   verdict"
+            )
+            refused: set[Layout] = set()
+            for layout, kind in work:
+                progress.update(task, description=f"{layout} in {kind}")
+                if layout not in refused:  # said once; another precision changes nothing about it
+                    row = verifier.check(layout, kind)
+                    rows.append(row)
+                    if row.refused:
+                        refused.add(layout)
+                    if full or not (row.refused and survey):
+                        progress.console.print(_line(row, width))
+                progress.advance(task)
+    finally:
+        verifier.close()
+    return _verdict(console, rows, steps, survey)
+
+
+def _line(row: Row, width: int) -> str:
+    found = row.comparison
+    sizes = [found.loss, found.gradient, found.weight] if found is not None else []
+    shown = " ".join(f"{size:<8.1e}" for size in sizes) or " " * 26
+    bound = (
+        f" (bound {found.bound:.1e})" if found is not None and row.precision != "float64" else ""
+    )
+    detail = f": {row.detail[:_LONGEST_REASON]}" if row.detail else ""
+    return f"{row.layout!s:<{width}}  {row.precision:<8} {shown} {row.verdict}{detail}{bound}"
+
+
+def _verdict(console: Console, rows: list[Row], steps: int, survey: bool) -> str:
+    counts = Counter(row.verdict for row in rows)
+    proven = len(rows) - counts["refused"]
+    console.print(f"{counts['same']} of {proven} same after {steps} steps")
+    if counts["refused"] and survey:
+        console.print(
+            f"{counts['refused']} layouts cannot be had with this model (--full shows why)"
+        )
+    wrong = [row for row in rows if row.verdict in ("differs", "failed")]
+    if not survey:
+        wrong += [row for row in rows if row.verdict == "refused"]
+    if not wrong:
+        return ""
+    first = wrong[0]
+    return f"{first.layout} in {first.precision} {first.verdict}: {first.detail}"

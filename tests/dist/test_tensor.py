@@ -1,0 +1,698 @@
+"""Tensor parallelism computes what one process computes, for models that have never heard of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ridgeline.errors import UsageError
+from ridgeline.models.bert import Bert
+from ridgeline.models.llama import Llama
+from ridgeline.models.mlp import MLP
+from ridgeline.models.vit import ViT
+from ridgeline.parallel.tensor import (
+    GlobalView,
+    Split,
+    apply_tensor,
+    cut_local,
+    gather_full,
+    plan_tensor,
+)
+from ridgeline.parallel.tensor.split import join_pieces
+from ridgeline.train.objective import Objective
+from ridgeline.train.tasks import TASKS, main_output
+
+BOUND = 1e-9
+
+
+@functools.cache
+def mesh(cp: int, tp: int) -> DeviceMesh:
+    """One mesh a shape and process, because each makes groups that stay."""
+    ranks = torch.arange(cp * tp).view(cp, tp)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("cp", "tp"))
+
+
+# Models
+
+
+def tokens(num: int, length: int) -> tuple[Tensor, Tensor]:
+    both = torch.randint(0, num, (2, length + 1))
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+def llama(**options: Any) -> tuple[nn.Module, str, Tensor, Tensor]:
+    defaults = {"vocab": 257, "width": 24, "depth": 2, "heads": 4, "max_seq": 64, "ffn": 37}
+    return Llama("1m", **{**defaults, **options}), "causal_lm", *tokens(257, 33)
+
+
+def vit(**options: Any) -> tuple[nn.Module, str, Tensor, Tensor]:
+    defaults = {"image_size": 12, "patch": 4, "width": 24, "depth": 2, "heads": 4, "in_channels": 2}
+    model = ViT(**{**defaults, **options})
+    images = torch.randn(3, 2, 12, 12, dtype=torch.float64)
+    if options.get("task") == "forecast":
+        return model, "forecast", images, torch.randn(3, 4, 12, 12, dtype=torch.float64)
+    return model, "classify", images, torch.randint(0, 70, (3,))
+
+
+def bert() -> tuple[nn.Module, str, Tensor, Tensor]:
+    inputs, targets = tokens(131, 11)
+    targets = torch.where(torch.rand(targets.shape) < 0.6, targets, -100)
+    return Bert(131, 24, 2, 4, max_seq=16, dropout=0.0), "masked_lm", inputs, targets
+
+
+def mlp() -> tuple[nn.Module, str, Tensor, Tensor]:
+    inputs = torch.randn(5, 3, 4, dtype=torch.float64)
+    return MLP(12, 19, 3, 10), "classify", inputs, torch.randint(0, 10, (5,))
+
+
+class HF(nn.Module):
+    """A model of `transformers` under a task: tokens in, its output out."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        kind = getattr(transformers, name)
+        self.inner = kind(kind.config_class(**options))
+        for path, module in self.inner.named_modules():
+            if type(module).__name__ == "LlamaRMSNorm":  # it rounds to float32
+                norm = nn.RMSNorm(module.weight.shape[0], eps=module.variance_epsilon)
+                self.inner.set_submodule(path, norm)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.inner(tokens, use_cache=False)
+
+
+def hf_llama(**options: Any) -> tuple[nn.Module, str, Tensor, Tensor]:
+    model = HF(
+        "LlamaForCausalLM", vocab_size=131, hidden_size=24, intermediate_size=40, head_dim=6,
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    return model, "causal_lm", *tokens(131, 13)
+
+
+def hf_gpt2(**options: Any) -> tuple[nn.Module, str, Tensor, Tensor]:
+    model = HF(
+        "GPT2LMHeadModel", vocab_size=131, n_positions=32, n_embd=24, n_layer=2, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
+    )  # fmt: skip
+    return model, "causal_lm", *tokens(131, 13)
+
+
+def hf_bert(**options: Any) -> tuple[nn.Module, str, Tensor, Tensor]:
+    model = HF(
+        "BertForMaskedLM", vocab_size=131, hidden_size=24, num_hidden_layers=2,
+        num_attention_heads=4, intermediate_size=40, max_position_embeddings=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
+    )  # fmt: skip
+    inputs, targets = tokens(131, 11)
+    targets = torch.where(torch.rand(targets.shape) < 0.6, targets, -100)
+    return model, "masked_lm", inputs, targets
+
+
+class FusedAttention(nn.Module):
+    """As timm writes it: one projection for queries, keys and values, unbound after a view."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.q_norm, self.k_norm = nn.LayerNorm(self.head_dim), nn.Identity()
+        self.proj = nn.Linear(width, width)
+        self.proj_drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        x = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0)
+        return self.proj_drop(self.proj(x.transpose(1, 2).reshape(B, N, C)))
+
+
+class FusedBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = FusedAttention(width, heads)
+        self.fc1, self.act, self.fc2 = nn.Linear(width, 50), nn.GELU(), nn.Linear(50, width)
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.gamma * self.attn(self.norm1(x))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+
+
+class FusedViT(nn.Module):
+    def __init__(self, width: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(2, width, 4, stride=4)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 10, width))
+        self.blocks = nn.Sequential(FusedBlock(width, heads), FusedBlock(width, heads))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 70)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        x += self.pos_embed
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def fused_vit(heads: int = 4) -> tuple[nn.Module, str, Tensor, Tensor]:
+    images = torch.randn(3, 2, 12, 12, dtype=torch.float64)
+    return FusedViT(24, heads), "classify", images, torch.randint(0, 70, (3,))
+
+
+class Stranger(nn.Module):
+    """None of the usual words: einsum and softmax attention, a gate by halves, changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Linear(24, 24, bias=False)
+        self.beta = nn.Linear(24, 24)
+        self.gamma = nn.Linear(24, 24)
+        self.delta = nn.Linear(24, 24)
+        self.both = nn.Linear(24, 2 * 36)
+        self.back = nn.Linear(36, 24)
+        self.mix = nn.Parameter(torch.randn(7, 7))
+        self.slopes = nn.Parameter(torch.randn(4))
+        self.out = nn.Linear(24, 5)
+        self.register_buffer("mask", torch.ones(7, 7).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q = self.alpha(x).view(b, t, 4, 6)
+        k = self.beta(x).view(b, t, 4, 6)
+        v = self.gamma(x).view(b, t, 4, 6).permute(0, 2, 1, 3)
+        scores = torch.einsum("bthc,bshc->bhts", q, k) / 6**0.5
+        scores = scores + self.slopes[None, :, None, None] * self.mix[:t, :t]
+        scores = scores.masked_fill(~self.mask[:t, :t], float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        y = (weights @ v).transpose(1, 2).contiguous().view(b, t, d)
+        x = x + self.delta(y)
+        a, g = self.both(x).chunk(2, dim=-1)
+        h = F.relu(a) * torch.sigmoid(g)
+        h.mul_(0.5)
+        x = x + self.back(h)
+        x = torch.cumsum(x, dim=1) + torch.fft.rfft(x, dim=1).abs().mean()
+        return self.out(x.roll(1, 1)).mean(1)
+
+
+def stranger() -> tuple[nn.Module, str, Tensor, Tensor]:
+    inputs = torch.randn(3, 7, 24, dtype=torch.float64)
+    return Stranger(), "classify", inputs, torch.randint(0, 5, (3,))
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, str, Tensor, Tensor]]] = {
+    "llama": llama,
+    "llama_grouped": functools.partial(llama, kv_heads=2),
+    "llama_3_heads": functools.partial(llama, heads=3, width=18, tie_embeddings=True),
+    "vit_cls": functools.partial(vit, pool="cls", num_classes=70),
+    "vit_mean": functools.partial(vit, num_classes=70),
+    "vit_forecast": functools.partial(vit, task="forecast", out_channels=4),
+    "bert": bert,
+    "mlp": mlp,
+    "hf_llama": hf_llama,
+    "hf_llama_grouped": functools.partial(
+        hf_llama, num_key_value_heads=2, tie_word_embeddings=True
+    ),
+    "hf_gpt2": hf_gpt2,
+    "hf_bert": hf_bert,
+    "fused_vit": fused_vit,
+    "fused_vit_3_heads": functools.partial(fused_vit, 3),
+    "stranger": stranger,
+}
+
+
+def build(name: str) -> tuple[nn.Module, str, Tensor, Tensor]:
+    torch.manual_seed(7)
+    model, task, inputs, targets = CASES[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():  # no zeros and ones that hide a mistake
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.double().train(), task, inputs, targets
+
+
+def relative(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=least))
+
+
+def compare(name: str, cp: int, tp: int, *streams: bool) -> list[dict[str, float]]:
+    """Relative differences between one process and the split model, by what was compared.
+
+    Once for each of `streams`: whether the residual stream is cut along the sequence.
+    """
+    model, task, inputs, targets = build(name)
+    if inputs.is_floating_point():
+        inputs.requires_grad_()
+    alone = Objective(copy.deepcopy(model), TASKS[task].loss)
+    expected = alone(inputs, targets)
+    expected.backward()
+    with torch.no_grad():
+        output = main_output(alone.model(inputs))
+    wanted = {key: parameter.grad for key, parameter in alone.named_parameters()}
+    # Some gradients are zero but for rounding: softmax does not see a bias of the keys.
+    least = 1e-6 * max(float(gradient.abs().max()) for gradient in wanted.values())
+    input_gradient = inputs.grad
+    plan = plan_tensor(Objective(model, TASKS[task].loss), tp, (inputs, targets))
+    results = []
+    for sp in streams:
+        inputs.grad = None
+        objective = Objective(copy.deepcopy(model), TASKS[task].loss)
+        view = apply_tensor(objective, mesh(cp, tp), sp, plan)
+        loss = objective(inputs, targets)
+        loss.backward()
+        worst = {"loss": relative(loss.detach(), expected.detach())}
+        with torch.no_grad():
+            worst["output"] = relative(main_output(objective.model(inputs)), output)
+        if input_gradient is not None:
+            worst["input"] = relative(inputs.grad, input_gradient)
+        for key, parameter in objective.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, key
+            assert type(gradient) is Tensor
+            assert gradient.shape == parameter.shape
+            if key in view.splits:
+                group = mesh(cp, tp).get_group("tp")
+                gradient = gather_full(key, gradient, view.splits[key], group)
+            if cp > 1:
+                dist.all_reduce(gradient, group=mesh(cp, tp).get_group("cp"))
+            worst[key] = relative(gradient, wanted[key], least)
+        results.append(worst)
+    return results
+
+
+def check(results: list[list[dict[str, float]]]) -> None:
+    for streams in results:
+        for worst in streams:
+            wrong = {key: value for key, value in worst.items() if not value <= BOUND}
+            assert not wrong, wrong
+            assert len(worst) > 3
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_same_as_one_process(ranks: Any, name: str, tp: int) -> None:
+    """Loss, outputs, gradients of inputs and of every parameter; the stream whole and cut."""
+    check(ranks(tp, compare, name, 1, tp, False, True))
+
+
+@pytest.mark.parametrize("name", ["llama_grouped", "bert", "hf_gpt2", "vit_cls", "stranger"])
+def test_same_with_a_context_axis(ranks: Any, name: str) -> None:
+    """Gradients are complete over tp and sum to the right ones over cp."""
+    check(ranks(4, compare, name, 2, 2, False, True))
+
+
+def test_context_axis_alone(ranks: Any) -> None:
+    check(ranks(2, compare, "llama", 2, 1, False))
+
+
+# What it costs
+
+
+class Collectives(TorchDispatchMode):
+    """Counts communication by kind, point to point and functional collectives alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = str(func).partition(".")
+        name = name.partition(".")[0].rstrip("_")
+        if "c10d" in namespace and "wait" not in name and "wrap" not in name:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(depth: int, sp: bool) -> tuple[dict[str, int], dict[str, int]]:
+    torch.manual_seed(0)
+    model, task, inputs, targets = llama(depth=depth)
+    objective = Objective(model, TASKS[task].loss)
+    view = apply_tensor(objective, mesh(1, 2), sp, plan_tensor(objective, 2, (inputs, targets)))
+    with Collectives() as forward:
+        loss = objective(inputs, targets)
+    with Collectives() as backward:
+        loss.backward()
+    assert not view.fallbacks
+    return dict(forward.counts), dict(backward.counts)
+
+
+def test_a_block_sends_as_little_as_it_can(ranks: Any) -> None:
+    """What one more Llama block adds: two reductions each way, or their halves along the stream."""
+    for sp, wanted in (
+        (False, ({"all_reduce": 2}, {"all_reduce": 2})),
+        (
+            True,
+            (
+                {"reduce_scatter_tensor": 2, "all_gather_into_tensor": 2},
+                # The two norms see part of the sequence: their weights' gradients are summed.
+                {"reduce_scatter_tensor": 2, "all_gather_into_tensor": 2, "all_reduce": 2},
+            ),
+        ),
+    ):
+        one, two = ranks(2, count_collectives, 1, sp)[0], ranks(2, count_collectives, 2, sp)[0]
+        added = tuple(
+            {k: b[k] - a.get(k, 0) for k in b if b[k] != a.get(k, 0)}
+            for a, b in zip(one, two, strict=True)
+        )
+        assert added == wanted
+
+
+def held_bytes(name: str, tp: int) -> tuple[int, int, int]:
+    """Bytes of the split parameters on this rank and in all, and of what is left whole."""
+    model, task, inputs, targets = build(name)
+    full = sum(p.numel() * p.element_size() for p in model.parameters())
+    objective = Objective(model, TASKS[task].loss)
+    view = apply_tensor(
+        objective, mesh(1, tp), False, plan_tensor(objective, tp, (inputs, targets))
+    )
+    sizes = {k: p.numel() * p.element_size() for k, p in objective.named_parameters()}
+    here = sum(size for key, size in sizes.items() if key in view.splits)
+    whole = sum(size for key, size in sizes.items() if key not in view.splits)
+    return here, full - whole, whole
+
+
+@pytest.mark.parametrize("name", ["llama", "hf_gpt2", "bert", "fused_vit"])
+def test_each_rank_holds_its_share(ranks: Any, name: str) -> None:
+    results = ranks(4, held_bytes, name, 4)
+    total = results[0][1]
+    assert sum(here for here, _, _ in results) == total
+    assert max(here for here, _, _ in results) < total / 4 * 1.1
+    assert results[0][2] < 0.35 * (total + results[0][2])
+
+
+# The loss
+
+
+def compare_loss(shape: tuple[int, ...], options: dict[str, Any]) -> list[float]:
+    """Loss and gradient of cross-entropy with the classes cut, against torch's."""
+    torch.manual_seed(3)
+    full = (3 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
+    target = torch.randint(0, shape[1], (shape[0], *shape[2:]))
+    target[0] = 5
+    if options.pop("weights", False):
+        options["weight"] = torch.rand(shape[1], dtype=torch.float64)
+    expected = F.cross_entropy(full, target, **options)
+    weigh = torch.rand_like(expected)
+    (expected * weigh).sum().backward()
+    view = GlobalView(mesh(1, dist.get_world_size()), False)
+    logits = full.detach().clone().requires_grad_()
+
+    def run(logits: Tensor, target: Tensor) -> Tensor:
+        cut = view.move(logits, view.placements(tp=Shard(1)))
+        return F.cross_entropy(cut, target, **options)
+
+    with Collectives() as seen:
+        found = view.run(run, logits, target)
+    assert bool(options.get("weight") is not None) == bool(view.fallbacks)
+    assert view.fallbacks or "all_gather_into_tensor" not in seen.counts
+    (found * weigh).sum().backward()
+    return [relative(found.detach(), expected.detach()), relative(logits.grad, full.grad)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"ignore_index": 5},
+        {"label_smoothing": 0.2, "ignore_index": 5},
+        {"weights": True},
+    ],
+    ids=str,
+)
+def test_vocabulary_parallel_loss(ranks: Any, options: dict[str, Any]) -> None:
+    for shape in ((6, 257), (2, 257, 7), (2, 5 + 1, 3, 2)):
+        for found in ranks(4, compare_loss, shape, options):
+            assert max(found) < 1e-12
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        Split(0, (7, 4)),
+        Split(1, (3, 9)),
+        Split(0, (6, 4), 3, (0, 1, 2, -1)),
+        Split(0, (12, 4), 12, (0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11)),
+    ],
+)
+def test_pieces_become_the_whole_again(split: Split) -> None:
+    full = torch.randn(split.global_shape)
+    for size in (1, 2, 4):
+        pieces = [cut_local(full, split, rank, size) for rank in range(size)]
+        assert torch.equal(join_pieces(pieces, split), full)
+        assert sum(p.shape[split.dim] for p in pieces) == split.padded_shape[split.dim]
+
+
+# Inside the view
+
+
+def boundary(cp: int, tp: int, sp: bool) -> list[float]:
+    """A two-stage pipeline by hand: leave and enter are each other's inverse, gradients too."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+    weigh = torch.randn(2, 7, 6, dtype=torch.float64)
+    ((x.exp() * 2).sin() * weigh).sum().backward()
+    expected, x.grad = x.grad, None
+    view = GlobalView(mesh(cp, tp), sp)
+    sent: list[Tensor] = []
+    shapes = []
+
+    def first(x: Tensor) -> Tensor:
+        y = x.exp() * 2
+        shapes.append(tuple(y.shape))
+        sent.append(view.leave(y))
+        return y.sum()
+
+    view.run(first, x)
+    assert type(sent[0]) is Tensor
+    received = sent[0].detach().requires_grad_()
+
+    def second(part: Tensor, weigh: Tensor) -> Tensor:
+        return (part.sin() * weigh).sum()
+
+    view.run(second, view.enter(received, shapes[0]), weigh).backward()
+    assert received.grad is not None
+    assert received.grad.shape == received.shape
+    sent[0].backward(received.grad)
+    return [relative(x.grad, expected), received.numel() / x.numel()]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_pipeline_boundary(ranks: Any, sp: bool) -> None:
+    for cp, tp in ((1, 2), (2, 2)):
+        results = ranks(cp * tp, boundary, cp, tp, sp)
+        assert max(found for found, _ in results) < 1e-12
+        pieces = cp * (tp if sp else 1)
+        assert sum(size for _, size in results) == pytest.approx(cp * tp / pieces)
+
+
+def dropout_losses() -> list[float]:
+    """BERT with dropout on one process and split, both ways, from the same generator state."""
+    losses = []
+    for sp in (None, False, True):
+        torch.manual_seed(1)
+        inputs, targets = tokens(131, 11)
+        objective = Objective(
+            Bert(131, 24, 2, 4, max_seq=16, dropout=0.3).double(), TASKS["masked_lm"].loss
+        )
+        if sp is not None:
+            apply_tensor(objective, mesh(1, 2), sp, plan_tensor(objective, 2, (inputs, targets)))
+        torch.manual_seed(2)
+        losses.append(float(objective(inputs, targets).detach()))
+    return losses
+
+
+def test_dropout_is_that_of_one_process(ranks: Any) -> None:
+    for losses in ranks(2, dropout_losses):
+        assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-12)
+
+
+def recomputed(sp: bool) -> float:
+    """The largest difference of a gradient when blocks are computed again in backward."""
+    found = []
+    for again in (False, True):
+        model, task, inputs, targets = build("llama")
+        objective = Objective(model, TASKS[task].loss)
+        view = apply_tensor(objective, mesh(1, 2), sp, plan_tensor(objective, 2, (inputs, targets)))
+        if again:
+            for block in model.layers:
+                block.forward = functools.partial(
+                    checkpoint, block.forward, use_reentrant=False,
+                    context_fn=lambda view=view: (nullcontext(), view.active()),
+                )  # fmt: skip
+        objective(inputs, targets).backward()
+        found.append([p.grad for p in objective.parameters()])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_recompute_enters_the_view_again(ranks: Any, sp: bool) -> None:
+    assert ranks(2, recomputed, sp) == [0.0, 0.0]
+
+
+def in_place(kind: str) -> float:
+    view = GlobalView(mesh(1, 2), False)
+
+    def run(x: Tensor) -> Tensor:
+        y = view.move(x * 1, view.placements(tp=Shard(0))) if isinstance(x, DTensor) else x * 1
+        if kind == "direct":
+            y.mul_(2).add_(1)
+            y += x
+            F.relu(y, inplace=True)
+            y = y * 3
+            y[1] = 0.5
+            return (y * y).sum()
+        part = y[0]
+        part.add_(1)
+        return y.sum() + part.sum()
+
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    dist.broadcast(x.data, 0)
+    run(x).backward()
+    expected, x.grad = x.grad, None
+    view.run(run, x).backward()
+    return relative(x.grad, expected)
+
+
+def test_changes_in_place(ranks: Any) -> None:
+    assert max(ranks(2, in_place, "direct")) < 1e-12
+    with pytest.raises(ranks.Failure, match="add_ changes in place a tensor that others are views"):
+        ranks(2, in_place, "view")
+
+
+def low_precision() -> list[float]:
+    losses = []
+    for split in (False, True):
+        model, task, inputs, targets = build("llama")
+        objective = Objective(model.float(), TASKS[task].loss)
+        if split:
+            apply_tensor(objective, mesh(1, 2), True, plan_tensor(objective, 2, (inputs, targets)))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = objective(inputs, targets)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert all(p.grad.dtype == torch.float32 for p in objective.parameters())
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_autocast(ranks: Any) -> None:
+    for alone, split in ranks(2, low_precision):
+        assert split == pytest.approx(alone, rel=2e-2)
+
+
+# The plan
+
+
+class Tied(nn.Module):
+    """Ties its head by using the embedding's weight in code; the planner may not cut that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return F.linear(x + self.down(self.up(x).relu()), self.embed.weight)
+
+
+def test_a_weight_used_by_other_code_stays_whole() -> None:
+    plan = plan_tensor(Tied(), 2, (torch.zeros(2, 3, dtype=torch.int64),))
+    assert list(plan.layers) == ["up", "down"]
+    assert "left whole: embed (linear uses its weight directly)" in plan.report
+
+
+def test_heads_that_the_model_counts_itself_stay_whole() -> None:
+    model, _, inputs, _ = fused_vit(3)
+    plan = plan_tensor(model.double(), 2, (inputs,))
+    assert "blocks.0.attn.qkv" not in plan.layers
+    assert "blocks.0.fc1" in plan.layers
+    assert "left whole: blocks.*.attn.qkv, blocks.*.attn.proj (3 heads" in plan.report
+
+
+def test_a_models_own_plan_comes_first() -> None:
+    model, _, inputs, _ = hf_llama()
+    plan = plan_tensor(model, 2, (inputs,))
+    assert plan.layers["inner.model.layers.0.mlp.gate_proj"].style == "column"
+    model.inner._tp_plan = {
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "model.layers.*.self_attn.q_proj": "sideways",
+    }
+    plan = plan_tensor(model, 2, (inputs,))
+    assert {path.rsplit(".", 1)[-1] for path in plan.layers} == {
+        "gate_proj", "up_proj", "down_proj", "embed_tokens",
+    }  # fmt: skip
+    assert "its own plan says 'sideways'" in plan.report
+
+
+def test_planning_changes_nothing() -> None:
+    model, _, inputs, _ = llama()
+    before = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    state = torch.random.get_rng_state()
+    assert plan_tensor(model, 2, (inputs,)) == plan_tensor(model, 2, (inputs,))
+    assert before == {n: id(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_nothing_to_split_is_an_error() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(5))
+    model(torch.zeros(1, 3, 5, 5))
+    with pytest.raises(UsageError, match=r"nothing in Sequential can be split.*only 5 outputs"):
+        plan_tensor(model, 2, (torch.zeros(1, 3, 5, 5),))
+    with pytest.raises(UsageError, match="tp=2: Llama could not be run once"):
+        plan_tensor(llama()[0], 2, ())
+
+
+def test_a_plan_is_for_its_number_of_ranks(ranks: Any) -> None:
+    with pytest.raises(ranks.Failure, match="a tensor plan for tp=3 was applied on 2 ranks"):
+        ranks(2, wrong_size)
+
+
+def wrong_size() -> None:
+    model, _, inputs, _ = build("mlp")
+    apply_tensor(model, mesh(1, 2), False, plan_tensor(model, 3, (inputs,)))
+
+
+def timm_vit() -> tuple[nn.Module, str, Tensor, Tensor]:
+    import timm
+
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24, num_heads=4,
+        num_classes=70,
+    )  # fmt: skip
+    return model, "classify", torch.randn(2, 3, 32, 32).double(), torch.randint(0, 70, (2,))
+
+
+def test_timm(ranks: Any) -> None:
+    pytest.importorskip("timm")
+    check(ranks(2, compare_timm))
+
+
+def compare_timm() -> list[dict[str, float]]:
+    CASES["timm_vit"] = timm_vit
+    return compare("timm_vit", 1, 2, False, True)

@@ -1,0 +1,166 @@
+"""The parity table: kinds of models in layouts, each compared with one device in float64.
+
+    python tests/parity/table.py             # all of it; `make parity`
+    python tests/parity/table.py --reduced   # what CI runs
+
+Prints a row for each, and "N of N same". Which layouts there are is read off the composition table
+(`ridgeline.verify.layouts`); which model a layout is shown on is decided here: images for tiles, tokens
+for sequences, both for what does not care.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ridgeline.config import RunConfig, find_recipe, load_config
+from ridgeline.errors import RunError
+from ridgeline.layout import Layout, techniques
+from ridgeline.verify.layouts import factored_layouts, pair_layouts, single_layouts
+from ridgeline.verify.run import Row, Verifier
+
+STEPS = 5
+MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and its data."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+
+    def config(self) -> RunConfig:
+        return load_config(find_recipe(self.recipe), self.overrides).config
+
+
+def _transformers(name: str, config: str) -> tuple[str, ...]:
+    return (f"model.name=transformers:{name}", f"model.args={{config: {config}}}")
+
+
+GPT2 = "{vocab_size: 256, n_positions: 64, n_embd: 32, n_layer: 4, n_head: 4}"
+BERT = (
+    "{vocab_size: 257, hidden_size: 32, num_hidden_layers: 4, num_attention_heads: 4,"
+    " intermediate_size: 64, max_position_embeddings: 64}"
+)
+DROPOUT = "model.args.dropout=0.1"
+KINDS: dict[str, Kind] = {
+    "llama": Kind("llama-text"),
+    "llama-tied": Kind("llama-text", ("model.args.tie_embeddings=true",)),
+    "bert": Kind("bert-text"),
+    "vit": Kind("vit-fields", (DROPOUT,)),
+    "hf-gpt2": Kind("llama-text", _transformers("GPT2LMHeadModel", GPT2)),
+    "hf-bert": Kind("bert-text", _transformers("BertForMaskedLM", BERT)),
+    "unet": Kind("unet-fields"),
+    "unet-batchnorm": Kind(
+        "unet-fields", ("model.args.norm=batch", "ddp.sync_batch_norm=true", "train.clip=null")
+    ),
+    "cnn": Kind("digits", (DROPOUT,)),
+    "alexnet": Kind("alexnet-digits"),
+    "resnet18": Kind(
+        "resnet50-synthetic",
+        ("model.name=resnet18", "data.args.shape=[3, 33, 47]", "ddp.sync_batch_norm=true",
+         "layout="),
+    ),
+    "mlp": Kind(
+        "digits", ("model={name: mlp, args: {in_features: 64, hidden: 24, out_features: 10}}",)
+    ),
+}  # fmt: skip
+
+HYBRIDS = (
+    "dp=2,tp=2,pp=2,microbatches=2",
+    "dp=2,zero=3,tp=2",
+    "dp=2,zero=2,pp=2,microbatches=2",
+    "dp=2,zero=1,tp=2,sp=true,pp=2,microbatches=4",
+    "dp=2,zero=3,cp=2,tp=2",
+    "dp=4,zero=3,shard=2,tp=2,recompute=full",
+    "dp=2,zero=2,pp=2,microbatches=4,schedule=interleaved,virtual=2",
+)
+TILED = ("spatial=2", "spatial=2x2", "dp=2,spatial=2", "dp=2,spatial=2x2", "dp=2,zero=1,spatial=2")
+
+# Layouts a kind of model is shown in, besides those of the table; refused ones are no row.
+REDUCED: dict[str, tuple[str, ...]] = {
+    "llama": (
+        "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=4,zero=3,shard=2", "tp=2", "tp=2,sp=true",
+        "cp=2", "pp=2,microbatches=2", "pp=2,microbatches=2,schedule=gpipe",
+        "pp=2,microbatches=2,schedule=interleaved,virtual=2",
+        "pp=2,microbatches=2,schedule=zerobubble", "recompute=selective", "recompute=full",
+        "offload=optimizer", "dp=2,zero=3,offload=params", "offload=activations",
+        "dp=2,accumulate=2", "dp=2,compress=bf16", "dp=2,compress=powersgd:2", "dp=2,sync=local:2",
+        "dp=2,tp=2,pp=2,microbatches=2", "dp=2,zero=3,tp=2", "dp=2,zero=2,pp=2,microbatches=2",
+        "dp=2,zero=3,cp=2,tp=2",
+    ),
+    "llama-tied": ("pp=2,microbatches=2", "dp=2,zero=2,pp=2,microbatches=2", "tp=2"),
+    "hf-gpt2": ("tp=2", "pp=2,microbatches=2", "cp=2"),
+    "hf-bert": ("tp=2", "pp=2,microbatches=2"),
+    "bert": ("dp=2,tp=2",),
+    "vit": ("tp=2", "cp=2", "dp=2,zero=2"),
+    "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2"),
+    "unet-batchnorm": ("dp=2,spatial=2",),
+    "cnn": ("dp=2,zero=3", "spatial=2", "tp=2"),
+    "mlp": ("tp=2", "dp=2,pp=2,microbatches=2"),
+}  # fmt: skip
+
+
+def rows(reduced: bool) -> dict[str, list[Layout]]:
+    """The layouts that each kind of model is shown in."""
+    if reduced:
+        return {kind: [Layout.parse(x) for x in texts] for kind, texts in REDUCED.items()}
+    pairs = [*single_layouts(MOST_RANKS), *pair_layouts(MOST_RANKS)]
+    table = {kind: [Layout.parse(text) for text in texts] for kind, texts in REDUCED.items()}
+    table["alexnet"] = [Layout.parse(f"pp={p},microbatches={2 * p}") for p in (2, 4)]
+    table["resnet18"] = [Layout.parse(x) for x in ("dp=2", "pp=2,microbatches=2", *TILED[:2])]
+    for kind in ("llama", "llama-tied", "hf-gpt2", "hf-bert", "vit"):
+        table[kind] += [Layout.parse(text) for text in HYBRIDS]
+    for kind in ("unet", "unet-batchnorm", "cnn"):
+        table[kind] += [Layout.parse(text) for text in TILED]
+    for layout in [*pairs, *factored_layouts(MOST_RANKS)]:
+        table["unet" if "spatial" in techniques(layout) else "llama"].append(layout)
+    return {kind: list(dict.fromkeys(layouts)) for kind, layouts in table.items()}
+
+
+def prove(kind: str, layouts: list[Layout]) -> Iterator[Row]:
+    """Each layout of one kind of model; batches fit the layouts of one number of pieces at a time."""
+    by_pieces: dict[int, list[Layout]] = {}
+    for layout in layouts:
+        pieces = layout.dp * max(layout.accumulate, layout.microbatches)
+        by_pieces.setdefault(pieces, []).append(layout)
+    for group in by_pieces.values():
+        verifier = Verifier(KINDS[kind].config(), group, STEPS)
+        try:
+            for layout in group:
+                yield verifier.check(layout)
+        finally:
+            verifier.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--reduced", action="store_true", help="the rows that CI runs")
+    parser.add_argument("--kind", nargs="+", choices=list(KINDS), help="only these models")
+    args = parser.parse_args()
+    start, total, same = time.perf_counter(), 0, 0
+    print(f"{'model':<15}{'layout':<58}loss     gradient weight   verdict")
+    for kind, layouts in rows(args.reduced).items():
+        if args.kind and kind not in args.kind:
+            continue
+        for row in prove(kind, layouts):
+            found = row.comparison
+            sizes = (found.loss, found.gradient, found.weight) if found is not None else ()
+            shown = " ".join(f"{size:<8.1e}" for size in sizes)
+            total += 1
+            same += row.verdict == "same"
+            detail = f": {row.detail}" if row.detail else ""
+            print(f"{kind:<15}{row.layout!s:<58}{shown:<27}{row.verdict}{detail}", flush=True)
+    print(f"{same} of {total} same ({STEPS} steps, float64, {time.perf_counter() - start:.0f} s)")
+    return 0 if same == total else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RunError as error:
+        sys.exit(f"parity: {error}")

@@ -1,0 +1,56 @@
+"""The reduced parity table, and that the whole one leaves nothing out."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline.layout import techniques
+from ridgeline.verify.layouts import merge, provable
+
+
+def _load() -> Any:
+    path = Path(__file__).with_name("table.py")
+    spec = importlib.util.spec_from_file_location("ridgeline_parity_table", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ridgeline_parity_table"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+table = _load()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", table.REDUCED)
+def test_reduced_table_is_the_same_as_one_device(kind: str) -> None:
+    for row in table.prove(kind, table.rows(reduced=True)[kind]):
+        print(f"{kind} {row.layout}: {row.comparison}")
+        assert row.verdict == "same", f"{kind} in {row.layout} {row.verdict}: {row.detail}"
+
+
+def test_the_reduced_table_is_large_enough() -> None:
+    layouts = {layout for found in table.rows(reduced=True).values() for layout in found}
+    assert len(layouts) >= 24
+    used = {name for layout in layouts for name in techniques(layout)}
+    # The compiler takes half a minute a layout: in the whole table only.
+    assert set(provable()) - used == {"compile"}
+
+
+def test_the_whole_table_has_a_row_for_everything_that_composes() -> None:
+    covered: set[tuple[str, ...]] = set()
+    for layouts in table.rows(reduced=False).values():
+        for layout in layouts:
+            covered |= {(name,) for name in techniques(layout)}
+            covered |= set(itertools.combinations(techniques(layout), 2))
+    for count in (1, 2):
+        for names in itertools.combinations(provable(), count):
+            if merge(*names) is not None:
+                assert names in covered, names
