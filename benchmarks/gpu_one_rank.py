@@ -5,7 +5,7 @@ are right. Each layout runs in a process of its own: the recipe's setup, then a 
 same code as `ridgeline train`. Prints what the rank holds and the peak of a step; `--json` keeps it as a
 fact for the planner.
 
-    python benchmarks/gpu_one_rank.py [--world 1024] [--size 8b] [--json FILE] [--layout TEXT ...]
+    python benchmarks/gpu_one_rank.py [--world 1024] [--size llama3-8b] [--json FILE] [--layout TEXT ...]
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(text: str, world: int, size: str, seq_len: int, rank: int, pipe: Any
         peaks.append((backward, torch.cuda.max_memory_allocated()))
     pipe.send(
         {
-            "model": f"llama-{size}",
+            "model": size,
             "num_parameters": training.model_facts.num_parameters,
             "layout": str(layout),
             "world_size": world,
@@ -102,7 +102,7 @@ def measure(text: str, world: int, size: str, seq_len: int, rank: int, pipe: Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, default=1024)
-    parser.add_argument("--size", default="8b")
+    parser.add_argument("--size", default="llama3-8b")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--layout", nargs="+", default=LAYOUTS)
@@ -136,7 +136,7 @@ def main() -> None:
         )
         for f in facts
     ]  # fmt: skip
-    print(f"Llama {args.size}, rank {args.rank} of {args.world}, 1 x {args.seq_len} tokens")
+    print(f"{args.size}, rank {args.rank} of {args.world}, 1 x {args.seq_len} tokens")
     print_table(("layout", "held GB", "peak fwd+bwd GB", "peak step GB", "s, no comm"), rows)
     if len(facts) < len(args.layout):
         sys.exit(1)

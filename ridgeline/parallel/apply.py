@@ -57,7 +57,7 @@ def _sync_batch_norm(built: Arranged) -> None:
 def _tile(built: Arranged) -> None:
     if built.layout.spatial == (1, 1):
         return
-    from ridgeline.parallel.spatial import TileGrid, apply_spatial
+    from ridgeline.parallel.spatial import TileGrid, apply_spatial, tile_inputs
 
     mesh = built.mesh
     grid = TileGrid(
@@ -69,6 +69,7 @@ def _tile(built: Arranged) -> None:
         column_size=mesh.axis_size("columns"),
     )
     grid.randomness = built.randomness
+    tile_inputs(built.example, grid)  # an image too small for the grid is said now
     # In a loop of the user's own the outputs leave the library, so they are put together again.
     for module in built.callables:
         apply_spatial(module, grid, gather_outputs=built.loss is None)
@@ -182,6 +183,7 @@ def _shard(built: Arranged) -> None:
                 AUTOCAST.get(layout.precision),
                 reshard=layout.pp == 1,
                 offload_params=layout.offload == "params",
+                descend=built.staged is None,
             )
         built.is_fully_sharded = True
         return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ridgeline.errors import UsageError
 from ridgeline.parallel.ring import ring_attention
 
 if TYPE_CHECKING:
@@ -31,8 +32,15 @@ def use_ring(view: GlobalView, group: dist.ProcessGroup) -> None:
         kv_lengths: list[int],
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        dropout_p: float = 0.0,
         **options: Any,
     ) -> Tensor:
+        if dropout_p:
+            raise UsageError(
+                f"attention with dropout_p={dropout_p} in a context-parallel model: the ring has no "
+                "dropout of torch's own; use `ridgeline train`, which keys it by sample and position, "
+                "or set the attention dropout to 0"
+            )
         if attn_mask is not None and attn_mask.dim() >= 2 and attn_mask.shape[-2] == sum(lengths):
             start = sum(lengths[:rank])
             attn_mask = attn_mask.narrow(-2, start, lengths[rank])

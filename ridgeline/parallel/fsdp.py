@@ -36,6 +36,8 @@ def apply_fsdp(
     compute_dtype: torch.dtype | None,
     reshard: bool = True,
     offload_params: bool = False,
+    *,
+    descend: bool = True,
 ) -> nn.Module:
     """Shard `model`, whose weights every rank has in full, over `mesh`; those of rank 0 count.
 
@@ -43,9 +45,10 @@ def apply_fsdp(
     when it runs, the rest of the model together; with `reshard` a block's weights are freed between
     forward and backward. `offload_params` keeps the shards, and so the optimizer, on the host. Where
     `model` does nothing but hold another module and a loss without weights, it is that module which is
-    sharded, so that it can be called alone, in an evaluation, as well.
+    sharded, so that it can be called alone, in an evaluation, as well. Not with `descend=False`: a stage
+    of a pipeline may leave its children by an exception, past the hooks of sharding.
     """
-    root = _find_root(model)
+    root = _find_root(model) if descend else model
     _check_parameters(root)
     axes = range(mesh.ndim)
     broadcast_module(model, [mesh.get_group(axis) for axis in reversed(axes)])
@@ -128,7 +131,10 @@ def _full(value: Tensor) -> Tensor:
 def _find_root(model: nn.Module) -> nn.Module:
     holders = [c for c in model.children() if next(c.parameters(), None) is not None]
     own = next(model.parameters(recurse=False), None)
-    return holders[0] if own is None and len(set(holders)) == 1 else model
+    if own is not None or len(set(holders)) != 1:
+        return model
+    has_forward = type(holders[0]).forward is not nn.Module.forward  # a ModuleList has none
+    return holders[0] if has_forward else model
 
 
 def _separable(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:

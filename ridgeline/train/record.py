@@ -52,7 +52,7 @@ class Recorder:
         self._num_steps = 0
         facts = training.machine_facts
         peak = facts.peak_flops.get(training.precision.name)
-        self._peak = peak * training.mesh.data_size if peak else None
+        self._peak = peak * training.mesh.env.world_size if peak else None
 
     def add(self, result: StepResult) -> list[StepRecord]:
         """Take one result; returns the records that are complete now (on every rank alike)."""
@@ -74,7 +74,7 @@ class Recorder:
 
     def salvage(self) -> list[StepRecord]:
         """After a failure: the steps not handed out yet, where that needs no other rank."""
-        if self._open and self._training.mesh.data_group is None:
+        if self._open and self._training.mesh.world_group is None:
             self._exchange()
         return self._read(keep=0)
 
@@ -179,7 +179,7 @@ class Recorder:
     def gather_ranks(self) -> list[RankRecord]:
         """The summary of every rank, on every rank."""
         mine = self.summarize_rank()
-        group = self._training.mesh.data_group
+        group = self._training.mesh.world_group
         if group is None:
             return [mine]
         everyone: list[RankRecord | None] = [None] * dist.get_world_size(group)

@@ -25,6 +25,7 @@ from ridgeline.train.record import Recorder
 from ridgeline.train.setup import Training, build_training
 from ridgeline.train.step import StepResult
 from ridgeline.train.tasks import Task
+from ridgeline.train.trace import StepTrace
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
     main_run = run if training.mesh.is_main else None
     log = _Log(training, main_run)
     recorder = Recorder(training)
+    trace = StepTrace(training)
     last: StepRecord | None = None
     metrics: dict[str, float] = {}
     reached = False
@@ -52,6 +54,7 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
         for result in train_loop(training):
             num_steps = result.step
             last = log.steps(recorder.add(result)) or last
+            log.note(trace.after(result.step, main_run))
             if _evaluation_due(result, training) and training.eval_loader is not None:
                 last = log.steps(recorder.flush()) or last
                 record = _evaluate(training, result)
@@ -148,6 +151,10 @@ class _Log:
         )
         for line in describe(training):
             self._progress.note(line)
+
+    def note(self, text: str) -> None:
+        if text:
+            self._progress.note(text)
 
     def steps(self, records: list[StepRecord]) -> StepRecord | None:
         for record in records:

@@ -11,6 +11,7 @@ for sequences, both for what does not care.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import time
 from collections.abc import Iterator
@@ -54,6 +55,12 @@ KINDS: dict[str, Kind] = {
     "vit": Kind("vit-fields", (DROPOUT,)),
     "hf-gpt2": Kind("llama-text", _transformers("GPT2LMHeadModel", GPT2)),
     "hf-bert": Kind("bert-text", _transformers("BertForMaskedLM", BERT)),
+    "timm-vit": Kind(
+        "digits",
+        ("data.args={size: 16}", "model.name=timm:vit_tiny_patch16_224",
+         "model.args={img_size: 16, patch_size: 4, in_chans: 1, num_classes: 10, embed_dim: 32,"
+         " depth: 4, num_heads: 4}"),
+    ),
     "unet": Kind("unet-fields"),
     "unet-batchnorm": Kind(
         "unet-fields", ("model.args.norm=batch", "ddp.sync_batch_norm=true", "train.clip=null")
@@ -98,6 +105,7 @@ REDUCED: dict[str, tuple[str, ...]] = {
     "hf-bert": ("tp=2", "pp=2,microbatches=2"),
     "bert": ("dp=2,tp=2",),
     "vit": ("tp=2", "cp=2", "dp=2,zero=2"),
+    "timm-vit": ("tp=2", "cp=2", "pp=2,microbatches=2"),
     "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2"),
     "unet-batchnorm": ("dp=2,spatial=2",),
     "cnn": ("dp=2,zero=3", "spatial=2", "tp=2"),
@@ -120,6 +128,18 @@ def rows(reduced: bool) -> dict[str, list[Layout]]:
     for layout in [*pairs, *factored_layouts(MOST_RANKS)]:
         table["unet" if "spatial" in techniques(layout) else "llama"].append(layout)
     return {kind: list(dict.fromkeys(layouts)) for kind, layouts in table.items()}
+
+
+def missing(kind: str) -> str:
+    """What a kind of model needs and this machine has not; empty when it can be shown."""
+    package = KINDS[kind].config().model.name.partition(":")[0]
+    if package not in ("timm", "transformers"):
+        return ""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # timm needs a torchvision that fits, which may be there and broken
+        return f"{package} cannot be imported here ({error})"
+    return ""
 
 
 def prove(kind: str, layouts: list[Layout]) -> Iterator[Row]:
@@ -146,6 +166,9 @@ def main() -> int:
     print(f"{'model':<15}{'layout':<58}loss     gradient weight   verdict")
     for kind, layouts in rows(args.reduced).items():
         if args.kind and kind not in args.kind:
+            continue
+        if reason := missing(kind):
+            print(f"{kind:<15}NOT SHOWN: {reason}", flush=True)
             continue
         for row in prove(kind, layouts):
             found = row.comparison

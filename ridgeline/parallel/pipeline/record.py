@@ -11,6 +11,7 @@ Every torch function call is one tick of the clock. A value is tainted when it d
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ridgeline.errors import UsageError
 from ridgeline.parallel.pipeline.structure import (
     Where,
     batch_size,
@@ -105,7 +107,12 @@ class _CountFlops(TorchDispatchMode):
         out = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            self.total += int(count(*args, **kwargs, out_val=out))
+            try:
+                self.total += int(count(*args, **kwargs, out_val=out))
+            except AssertionError:
+                # Torch 2.11 cannot count attention with grouped heads: by the shapes of q and k.
+                query, key = args[0].shape, args[1].shape
+                self.total += 4 * math.prod(query) * key[-2]
         return out
 
 
@@ -219,7 +226,24 @@ def record(
                 ]
         except Exception as second:
             raise second from error
+        _require_one_path(model, runs[0], error)
     return runs[0], runs[1]
+
+
+def _require_one_path(model: nn.Module, seen: Recording, error: Exception) -> None:
+    """A model that looks at values may call other modules for other values, and no cut would hold."""
+    called = {call.path for call in seen.calls}
+    left = [
+        path
+        for path, module in model.named_modules()
+        if path not in called and next(module.parameters(recurse=False), None) is not None and path
+    ]
+    if left:
+        raise UsageError(
+            f"{type(model).__name__} looks at values in its forward, and {left[0]} did not run in the "
+            "example: which modules run depends on the data, so it cannot be cut into pipeline stages; "
+            "use pp=1 with dp, zero or recompute"
+        ) from error
 
 
 def resize(inputs: Any, size: int, device: torch.device, is_fake: bool = False) -> Any:

@@ -30,7 +30,8 @@ def apply_spatial(model: nn.Module, grid: TileGrid, gather_outputs: bool = False
     with `gather_outputs`. Average parameter gradients over the grid as over data-parallel ranks.
     """
     for path, module in model.named_modules():
-        if isinstance(module, SyncBatchNorm):
+        # A module inside another that was applied already has its norms done.
+        if isinstance(module, SyncBatchNorm) and not _is_done(module):
             _require_whole_grid(module, path, grid)
             module.forward = functools.partial(_on_local, module, module.forward, grid)
     tiled = functools.partial(_forward, model.forward, grid, gather_outputs)
@@ -86,6 +87,10 @@ def _compact(cut: TileTensor, whole: Tensor) -> Tensor:
 
 def _is_image(value: Tensor) -> bool:
     return bool(value.is_floating_point()) and value.dim() >= 4
+
+
+def _is_done(norm: SyncBatchNorm) -> bool:
+    return getattr(norm.forward, "func", None) is _on_local
 
 
 def _on_local(

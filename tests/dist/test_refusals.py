@@ -1,0 +1,102 @@
+"""A layout that a model cannot take is one sentence on every rank, before any training, never a hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ridgeline.config import load_config
+from ridgeline.errors import UsageError
+from ridgeline.launch.env import read_rank_env
+from ridgeline.train.setup import build_training
+
+
+class Branching(nn.Module):
+    """Which layer runs depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        x = self.one(x) if bool(x.sum() > 0) else self.other(x)
+        return self.head(x)
+
+
+class OneConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 10, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean((2, 3))
+
+
+class NoMatrices(nn.Module):
+    """Nothing that tensor parallelism could split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :10] * self.scale
+
+
+DIGITS = ("data.source=digits", "train.batch=8", "train.steps=1", "train.eval_samples=0")
+TEXT = ("data={source: text, args: {seq_len: 16}}", *DIGITS[1:])
+
+
+def refusal(overrides: tuple[str, ...]) -> str:
+    try:
+        build_training(load_config(None, overrides).config, read_rank_env())
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "too few blocks for the stages": (
+        4,
+        ("model={name: llama, args: {size: 1m, depth: 2, vocab: 256}}", *TEXT,
+         "layout=pp=4,virtual=4,schedule=interleaved,microbatches=4"),
+        ("Llama", "16 pipeline stages", "pp x virtual <= 5"),
+    ),
+    "image too small for the tiles": (
+        4,
+        (f"model.name={__name__}:OneConvolution",
+         "data={source: synthetic, args: {shape: [1, 3, 8]}}", *DIGITS[1:], "layout=spatial=4"),
+        ("3x8", "spatial=4x1", "spatial=3x1"),
+    ),
+    "control flow that depends on data": (
+        2,
+        (f"model.name={__name__}:Branching", *DIGITS, "layout=pp=2,microbatches=2"),
+        ("Branching",),
+    ),
+    "nothing to split": (
+        2,
+        (f"model.name={__name__}:NoMatrices", *DIGITS, "layout=tp=2"),
+        ("NoMatrices",),
+    ),
+    "a batch that the microbatches do not divide": (
+        2,
+        ("model={name: mlp}", *DIGITS, "layout=pp=2,microbatches=3"),
+        ("train.batch=8", "microbatches=3", "train.batch=6 or 9"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_refuses_at_once(ranks: Any, case: str) -> None:
+    num_ranks, overrides, words = CASES[case]
+    sentences = ranks(num_ranks, refusal, overrides)
+    for sentence in sentences:
+        for word in words:
+            assert word in sentence, f"{word!r} is not in {sentence!r}"
+        assert "\n" not in sentence
+    assert len(set(sentences)) == 1
