@@ -23,7 +23,7 @@ from ridgeline.layout import Layout, check_available, require_layout
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.batchnorm import apply_sync_batch_norm
 from ridgeline.parallel.blocks import find_blocks
-from ridgeline.parallel.ddp import apply_ddp
+from ridgeline.parallel.ddp import apply_ddp, weigh_outputs
 from ridgeline.parallel.dropout import apply_keyed_dropout
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
 from ridgeline.parallel.precision import AUTOCAST
@@ -327,19 +327,25 @@ def parallelize(
     if example is not None and not isinstance(example, tuple):
         example = (example,)
     built = arrange(model, layout, mesh, share=share, ddp=ddp, example=example)
+    if built.is_fully_sharded:
+        weigh_outputs(built.objective, built.share)
     return built.objective
 
 
 def _require_own_loop(layout: Layout) -> None:
-    """Techniques that drive the step or the optimizer themselves need the library's loop."""
+    """Techniques that drive the step or the optimizer themselves need the library's loop; so do those
+    under which the user's own clipping or loss would see a part and take it for the whole."""
     for uses, field in (
         (layout.pp > 1, "pp"),
+        (layout.tp > 1, "tp"),
+        (layout.cp > 1, "cp"),
         (layout.zero in (1, 2) and layout.dp > 1, "zero"),
         (layout.sync != "every", "sync"),
         (layout.offload == "optimizer", "offload"),
     ):
         if uses:
             raise UsageError(
-                f"{field}={getattr(layout, field)} drives the step itself and cannot be had in a "
-                "loop of your own; use `ridgeline train`, or zero=3, tp, cp, spatial or dp"
+                f"{field}={getattr(layout, field)} needs the library's own step, and cannot be had in "
+                "a loop of your own; use `ridgeline train` or ridgeline.run_recipe, or here dp, zero=3, "
+                "spatial, recompute, compile"
             )

@@ -67,6 +67,20 @@ def _weigh_gradients(outputs: Any, scale: float) -> Any:
     return result
 
 
+def weigh_outputs(module: nn.Module, share: Share) -> None:
+    """Have the gradients of `module` weighed by the rank's share of the batch, as `Replicated` does."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def weighed(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        if share.scale == 1.0 or not torch.is_grad_enabled():
+            return outputs
+        return _weigh_gradients(outputs, share.scale)
+
+    module.forward = weighed  # type: ignore[method-assign]
+
+
 def _guarded(method: MethodType, name: str) -> Callable[..., Any]:
     """A method of the wrapped module, which must not be a way around the reduction of gradients."""
 

@@ -58,17 +58,20 @@ class Job:
         """Whether this rank should print and write files."""
         return self._mesh.is_main
 
-    def parallelize(self, model: nn.Module, **options: Any) -> nn.Module:
+    def parallelize(self, model: nn.Module, example_input: Any = None, **options: Any) -> nn.Module:
         """`model` on this rank's device, arranged by the layout; weights are rank 0's.
 
-        Options are those of `ridgeline.config.DdpConfig`: bucket_mb, sync_batch_norm, find_unused.
+        `example_input` is for layouts that have to see the model run once. Options are those of
+        `ridgeline.config.DdpConfig`: bucket_mb, sync_batch_norm, find_unused.
         """
         try:
             ddp = DdpConfig(**options)
         except TypeError as error:
             raise UsageError(f"parallelize: {error}") from None
         model = model.to(self.device)
-        return parallelize(model, self.layout, mesh=self._mesh, share=self._share, ddp=ddp)
+        return parallelize(
+            model, self.layout, example_input, mesh=self._mesh, share=self._share, ddp=ddp
+        )
 
     def loader(
         self,
