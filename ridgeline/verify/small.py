@@ -26,6 +26,9 @@ _SMALL: dict[str, dict[str, Any]] = {
 }
 """Arguments of the package's models; those of the recipe that are not here stay."""
 
+_DEEP = frozenset({"llama", "bert", "vit"})
+"""Those whose `depth` is their number of blocks."""
+
 _CAPS: dict[str, int] = {
     "hidden_size": 32,
     "num_hidden_layers": 4,
@@ -49,8 +52,10 @@ _LARGEST_STEP = 16
 
 def shrink(config: RunConfig, layouts: Iterable[Layout], steps: int) -> RunConfig:
     """The configuration of a proof: a few steps in float64 on the CPU, one thread a rank."""
+    layouts = list(layouts)
     batch = _batch(config.train.batch, layouts)
-    model, data = _shrink_model(config), dict(config.data.args)
+    num_stages = max((x.pp * x.virtual for x in layouts), default=1)
+    model, data = _shrink_model(config, num_stages), dict(config.data.args)
     for name, cap in _DATA_CAPS.items():
         if isinstance(data.get(name), int):
             data[name] = min(data[name], cap)
@@ -76,12 +81,15 @@ def shrink(config: RunConfig, layouts: Iterable[Layout], steps: int) -> RunConfi
     )
 
 
-def _shrink_model(config: RunConfig) -> dict[str, Any]:
+def _shrink_model(config: RunConfig, num_stages: int) -> dict[str, Any]:
+    """The model's arguments; as many blocks as the longest pipeline has stages, where that is known."""
     args = dict(config.model.args)
     name = config.model.name
     if name in _SMALL:
         grouped = args.get("kv_heads") is not None and args["kv_heads"] != args.get("heads")
         small = {k: v for k, v in _SMALL[name].items() if v is not None}
+        if name in _DEEP:
+            small["depth"] = max(small["depth"], num_stages)
         args |= small
         if grouped:
             args["kv_heads"] = 2
