@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ridgeline.config import RunConfig
+from ridgeline.errors import RunError, UsageError
 from ridgeline.layout import Layout
 from ridgeline.verify.run import Row, Verifier
 
@@ -16,8 +17,8 @@ _LONGEST_REASON = 400
 
 def show_rows(
     config: RunConfig, layouts: list[Layout], steps: int, precision: str, survey: bool, full: bool
-) -> str:
-    """Prove the layouts one by one and print what is found; the sentence of a failure, or nothing.
+) -> None:
+    """Prove the layouts one by one and print what is found; raises when one is not the same.
 
     In a survey of everything the table allows, a layout that the model cannot take is no failure.
     """
@@ -46,7 +47,7 @@ def show_rows(
                 progress.advance(task)
     finally:
         verifier.close()
-    return _verdict(console, rows, steps, survey)
+    _conclude(console, rows, steps, survey)
 
 
 def _line(row: Row, width: int) -> str:
@@ -60,7 +61,7 @@ def _line(row: Row, width: int) -> str:
     return f"{row.layout!s:<{width}}  {row.precision:<8} {shown} {row.verdict}{detail}{bound}"
 
 
-def _verdict(console: Console, rows: list[Row], steps: int, survey: bool) -> str:
+def _conclude(console: Console, rows: list[Row], steps: int, survey: bool) -> None:
     counts = Counter(row.verdict for row in rows)
     proven = len(rows) - counts["refused"]
     console.print(f"{counts['same']} of {proven} same after {steps} steps")
@@ -68,10 +69,9 @@ def _verdict(console: Console, rows: list[Row], steps: int, survey: bool) -> str
         console.print(
             f"{counts['refused']} layouts cannot be had with this model (--full shows why)"
         )
-    wrong = [row for row in rows if row.verdict in ("differs", "failed")]
-    if not survey:
-        wrong += [row for row in rows if row.verdict == "refused"]
-    if not wrong:
-        return ""
-    first = wrong[0]
-    return f"{first.layout} in {first.precision} {first.verdict}: {first.detail}"
+    for row in rows:
+        if row.verdict in ("differs", "failed"):
+            raise RunError(f"{row.layout} in {row.precision} {row.verdict}: {row.detail}")
+    for row in rows:
+        if row.refused and not survey:
+            raise UsageError(row.refused)

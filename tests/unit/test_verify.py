@@ -1,0 +1,94 @@
+"""Comparing recordings, choosing layouts, making a recipe small."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+
+from ridgeline.config import find_recipe, load_config
+from ridgeline.layout import Layout, check_layout, techniques
+from ridgeline.verify.compare import compare
+from ridgeline.verify.layouts import all_layouts, factored_layouts, merge
+from ridgeline.verify.record import Recording
+from ridgeline.verify.small import shrink
+
+
+def recording() -> Recording:
+    rng = np.random.default_rng(0)
+    steps = [{"a": rng.normal(size=(3, 4)), "b": rng.normal(size=5)} for _ in range(4)]
+    return Recording([2.0, 1.5], steps[:2], steps[2:])
+
+
+def test_the_same_is_the_same() -> None:
+    found = compare(recording(), recording())
+    assert found.same
+    assert (found.loss, found.gradient, found.weight) == (0.0, 0.0, 0.0)
+
+
+def test_the_first_that_differs_is_named() -> None:
+    other = recording()
+    other.gradients[1]["b"][2] += 1e-3
+    other.weights[1]["a"][0, 0] += 1.0
+    first = compare(recording(), other).first
+    assert first is not None
+    assert (first.kind, first.name, first.step) == ("gradient", "b", 2)
+    assert str(first).startswith("gradient b at step 2 by ")
+    assert 1e-4 < first.size < 1e-2
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "nan", "loss"])
+def test_nothing_slips_through(change: str) -> None:
+    other = copy.deepcopy(recording())
+    if change == "missing":
+        del other.gradients[0]["a"]
+    elif change == "shape":
+        other.weights[1]["b"] = other.weights[1]["b"][:-1]
+    elif change == "nan":
+        other.weights[0]["a"][1, 1] = math.nan
+    else:
+        other.losses[1] = math.nan
+    found = compare(recording(), other)
+    assert not found.same
+    assert found.first is not None
+    assert math.isinf(found.first.size)
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
+    """A bias before a norm: its true gradient is 0, and each side has other dust."""
+    one, other = recording(), recording()
+    one.gradients[0]["b"][:] = 1e-19
+    other.gradients[0]["b"][:] = -3e-19
+    assert compare(one, other).same
+
+
+def test_every_listed_layout_can_be_run() -> None:
+    for layout in all_layouts(4):
+        assert check_layout(layout) == []
+        assert layout.world_size <= 4
+    assert {x.world_size for x in factored_layouts(4)} == {4}
+    assert Layout.parse("dp=2,tp=2") in factored_layouts(4)
+
+
+def test_merge_gives_both_or_nothing() -> None:
+    both = merge("zero=2", "schedule=interleaved")
+    assert both is not None
+    assert {"zero=2", "schedule=interleaved"} <= set(techniques(both))
+    assert merge("zero=1", "zero=2") is None
+    assert merge("spatial", "tp") is None
+
+
+def test_small_keeps_the_structure_and_fits_the_layouts() -> None:
+    overrides = ["model.args.tie_embeddings=true", "model.args.kv_heads=2"]
+    config = load_config(find_recipe("llama-text"), overrides).config
+    layouts = [Layout.parse("dp=2,pp=3,microbatches=3"), Layout.parse("pp=8,microbatches=8")]
+    small = shrink(config, layouts, 4)
+    assert small.model.dtype == "float64"
+    assert small.model.args["tie_embeddings"] is True
+    assert small.model.args["kv_heads"] == 2
+    assert small.model.args["depth"] == 8
+    assert small.model.args["width"] < 64
+    assert small.train.steps == 4
+    assert small.train.batch % 6 == small.train.batch % 8 == 0
