@@ -131,7 +131,8 @@ def _again(built: Arranged) -> Callable[[], AbstractContextManager[Any]]:
 
         @contextmanager
         def enter() -> Iterator[None]:
-            with replayed, built.view.active() if built.view is not None else nullcontext():
+            # In the order of the forward pass: dropout is keyed before the view sees the call.
+            with built.view.active() if built.view is not None else nullcontext(), replayed:
                 yield
 
         return enter()

@@ -101,7 +101,7 @@ REDUCED: dict[str, tuple[str, ...]] = {
         "dp=2,zero=3,cp=2,tp=2",
     ),
     "llama-tied": ("pp=2,microbatches=2", "dp=2,zero=2,pp=2,microbatches=2", "tp=2"),
-    "hf-gpt2": ("tp=2", "pp=2,microbatches=2", "cp=2"),
+    "hf-gpt2": ("tp=2,recompute=full", "pp=2,microbatches=2", "cp=2"),
     "hf-bert": ("tp=2", "pp=2,microbatches=2"),
     "bert": ("dp=2,tp=2",),
     "vit": ("tp=2", "cp=2", "dp=2,zero=2"),
