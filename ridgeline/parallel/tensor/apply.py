@@ -48,8 +48,8 @@ def cut_layers(view: GlobalView, model: nn.Module, plan: TensorPlan) -> None:
     done: dict[int, Split] = {}
     for path, layer in plan.layers.items():
         module = modules.get(path)
-        if module is None or module._parameters.get("weight") is None:
-            continue
+        if module is None or any(module._parameters.get(name) is None for name in layer.splits):
+            continue  # of another stage, of which a tied weight may be here as well
         for name, split in layer.splits.items():
             parameter = getattr(module, name)
             if id(parameter) in done:  # a tied parameter is cut once
