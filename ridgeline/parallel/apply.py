@@ -22,7 +22,6 @@ from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout, check_available, require_layout
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.batchnorm import apply_sync_batch_norm
-from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.ddp import apply_ddp, weigh_outputs
 from ridgeline.parallel.dropout import apply_keyed_dropout
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
@@ -74,6 +73,7 @@ def _tile(built: Arranged) -> None:
     for module in built.callables:
         apply_spatial(module, grid, gather_outputs=built.loss is None)
     built.grid = grid
+    built.notes.append(f"images cut into {grid.row_size} x {grid.column_size} tiles")
 
 
 def _split(built: Arranged) -> None:
@@ -96,6 +96,9 @@ def _split(built: Arranged) -> None:
     group = built.mesh.group("cp")
     if group is not None:
         use_ring(view, group)
+        built.notes.append(
+            f"sequences cut over {layout.cp} ranks; scaled_dot_product_attention goes around a ring"
+        )
     built.view = view
     built.notes += [line for line in view.report.splitlines() if line]
 
@@ -119,8 +122,16 @@ def _recompute(built: Arranged) -> None:
         return
     from ridgeline.parallel.recompute import apply_recompute
 
+    if built.staged is not None and not built.block_paths:
+        raise UsageError(
+            f"recompute={built.layout.recompute} in a pipeline goes block by block, and the model has no "
+            "repeated blocks; leave recompute or pp out"
+        )
     for module in built.parts:
-        apply_recompute(module, built.layout.recompute, _again(built))
+        # Without blocks of its own a stage keeps its activations; a model's layers are grouped.
+        blocks = built.blocks_of(module)
+        if blocks or built.staged is None:
+            apply_recompute(module, built.layout.recompute, _again(built), blocks or None)
 
 
 def _again(built: Arranged) -> Callable[[], AbstractContextManager[Any]]:
@@ -145,7 +156,7 @@ def _offload_activations(built: Arranged) -> None:
         from ridgeline.parallel.offload import apply_activation_offload
 
         for module in built.parts:
-            apply_activation_offload(module, find_blocks(module).values() or [module])
+            apply_activation_offload(module, built.blocks_of(module).values() or [module])
 
 
 def _compile(built: Arranged) -> None:
@@ -161,7 +172,7 @@ def _compile(built: Arranged) -> None:
     mode = "reduce-overhead" if layout.graphs else "default"
     if layout.pp > 1 or layout.zero == 3:
         # What is between the blocks stops and sends, or gathers weights; the blocks do the work.
-        blocks = [block for module in built.parts for block in find_blocks(module).values()]
+        blocks = [b for module in built.parts for b in built.blocks_of(module).values()]
         for block in blocks or built.parts:
             block.compile(dynamic=False, mode=mode)
         return
@@ -176,15 +187,15 @@ def _shard(built: Arranged) -> None:
         copies = "copies+cp+rows+columns"
         alone = mesh.axis_size(*copies.split("+")) == 1
         device_mesh = mesh.device_mesh("shard") if alone else mesh.device_mesh(copies, "shard")
-        for module in built.roots:
+        for module in built.parts:
             apply_fsdp(
                 module,
-                find_blocks(module).values(),
+                built.blocks_of(module).values(),
                 device_mesh,
                 AUTOCAST.get(layout.precision),
                 reshard=layout.pp == 1,
                 offload_params=layout.offload == "params",
-                descend=built.staged is None,
+                descend=False,
             )
         built.is_fully_sharded = True
         return

@@ -22,6 +22,7 @@ from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.optim.build import Trainable, list_trainables
 from ridgeline.optim.update import Care
+from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.ddp import skip_reduction
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.parallel.random import Randomness
@@ -68,7 +69,11 @@ class Arranged:
     notes: list[str] = field(default_factory=list)
     """Sentences for the user, such as what was left whole."""
 
+    block_paths: tuple[str, ...] = ()
+    """Paths of the repeated blocks in the whole model; a stage alone would not show that they repeat."""
+
     def __post_init__(self) -> None:
+        self.block_paths = tuple(find_blocks(self.model))
         first: dict[int, str] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor):
@@ -84,10 +89,14 @@ class Arranged:
         """Modules with this rank's parameters: the model, or its stages."""
         return list(self.staged.stages) if self.staged is not None else [self.model]
 
-    @property
-    def roots(self) -> list[nn.Module]:
-        """What sharding takes hold of: the whole that is called."""
-        return list(self.staged.stages) if self.staged is not None else [self.objective]
+    def blocks_of(self, part: nn.Module) -> dict[str, nn.Module]:
+        """The repeated blocks that `part` holds parameters of."""
+        found = {path: part.get_submodule(path) for path in self.block_paths}
+        return {
+            path: block
+            for path, block in found.items()
+            if next(block.parameters(), None) is not None
+        }
 
     def require_example(self, what: str) -> tuple[Any, ...]:
         if self.example is None:

@@ -53,13 +53,20 @@ _REDUCTIONS = frozenset(
 )
 
 
-def apply_recompute(model: nn.Module, how: str, contexts: Contexts | None = None) -> list[str]:
+def apply_recompute(
+    model: nn.Module,
+    how: str,
+    contexts: Contexts | None = None,
+    blocks: dict[str, nn.Module] | None = None,
+) -> list[str]:
     """Make the blocks of `model` recompute in backward; the paths of those, none if it has none.
 
     `full` keeps only a block's inputs. `selective` also keeps the results of matrix products,
     convolutions, fused attention and reductions over ranks, and recomputes what is between them.
     A model without blocks has its `Sequential`s cut into about sqrt(n) stretches of layers each,
     named `path[start:stop]`. Losses, gradients and buffers are bit for bit what they were.
+
+    `blocks` by their paths, where the caller knows them better than `find_blocks` would.
 
     `contexts` is called as a block's forward begins, and what it returns is entered around that
     block's recomputation (each time, should there be several): for a mode that is on in forward,
@@ -70,7 +77,8 @@ def apply_recompute(model: nn.Module, how: str, contexts: Contexts | None = None
     """
     if how not in HOW:
         raise unknown_word("recompute", how, HOW, "layout recompute=")
-    blocks = find_blocks(model)
+    if blocks is None:
+        blocks = find_blocks(model)
     if blocks:
         for path, block in blocks.items():
             _patch_block(block, path, how, contexts)

@@ -23,7 +23,13 @@ from ridgeline.verify.small import shrink
 
 _PRECISION_FACTOR = 4.0
 """How much farther than one device a layout may be from float64: sums in another order."""
+_TELLING_BOUND = 0.1
+"""A bound above this says nothing: rounding alone changes the training as much as a mistake would."""
 _EPS = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+class BrokenReference(RunError):
+    """One device cannot do the training, so there is nothing to prove."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,15 @@ class Row:
             return "refused"
         if self.failed or self.comparison is None:
             return "failed"
+        if self.comparison.bound > _TELLING_BOUND:
+            return "unclear"
         return "same" if self.comparison.same else "differs"
 
     @property
     def detail(self) -> str:
         """What to read when it is not the same."""
+        if self.verdict == "unclear":
+            return "on one device rounding alone moves it as far"
         if self.comparison is not None and self.comparison.first is not None:
             return str(self.comparison.first)
         return self.refused or self.failed
@@ -77,6 +87,8 @@ class Verifier:
                 found = compare(reference, recording, FLOAT64_BOUND)
             else:
                 found = self._compare_rounded(layout, precision, reference)
+        except BrokenReference:
+            raise
         except UsageError as error:
             return Row(layout, precision, None, refused=str(error))
         except RunError as error:
@@ -98,11 +110,17 @@ class Verifier:
         simulated = needs_simulation(layout)
         key = (str(layout) if simulated else str(alone), "float64")
         if key not in self._references:
-            if simulated:
-                config = self._configured(alone, "float64")
-                self._references[key] = self._on(1)(_simulate, config, str(layout))
-            else:
-                self._references[key] = self._record(alone, "float64")
+            try:
+                if simulated:
+                    config = self._configured(alone, "float64")
+                    self._references[key] = self._on(1)(_simulate, config, str(layout))
+                else:
+                    self._references[key] = self._record(alone, "float64")
+            except RunError as error:
+                # Nothing to compare with: no layout is at fault.
+                raise BrokenReference(
+                    f"the training fails on one device already: {error}"
+                ) from None
         return self._references[key]
 
     def _record(self, layout: Layout, precision: str) -> Recording:

@@ -64,10 +64,15 @@ def _line(row: Row, width: int) -> str:
 def _conclude(console: Console, rows: list[Row], steps: int, survey: bool) -> None:
     counts = Counter(row.verdict for row in rows)
     proven = len(rows) - counts["refused"]
-    console.print(f"{counts['same']} of {proven} same after {steps} steps")
+    step = "step" if steps == 1 else "steps"
+    refused = f", {counts['refused']} refused" if counts["refused"] else ""
+    unclear = f", {counts['unclear']} unclear" if counts["unclear"] else ""
+    console.print(f"{counts['same']} of {proven} same after {steps} {step}{unclear}{refused}")
     if counts["refused"] and survey:
+        console.print("refused: the model cannot be arranged so (--full shows why)")
+    if any(max(row.layout.accumulate, row.layout.microbatches) > 1 for row in rows):
         console.print(
-            f"{counts['refused']} layouts cannot be had with this model (--full shows why)"
+            "layouts with microbatches: compared with one device that takes the same ones"
         )
     for row in rows:
         if row.verdict in ("differs", "failed"):
