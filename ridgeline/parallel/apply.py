@@ -29,12 +29,17 @@ from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
 
+_LARGEST_PROBED = 100_000_000
+"""Parameters of a model that is copied and run once to see what it draws."""
+
 
 def _randomness(built: Arranged) -> None:
     """Dropout by sample and position, so that no technique below changes it."""
     if built.randomness is None:
         return
-    example = built.example if built.staged is None else None  # a stage cannot run alone
+    # A stage cannot run alone, and a large model is not copied to be watched: they are judged by code.
+    size = sum(p.numel() for p in built.model.parameters())
+    example = built.example if built.staged is None and size < _LARGEST_PROBED else None
     for module in built.parts:
         done = apply_keyed_dropout(module, built.randomness, example)
         if done.left_alone:
@@ -47,6 +52,11 @@ def _randomness(built: Arranged) -> None:
 def _sync_batch_norm(built: Arranged) -> None:
     group = built.mesh.group("copies", "shard", "rows", "columns")
     if built.ddp.sync_batch_norm and group is not None:
+        if built.layout.tp > 1 or built.layout.cp > 1:
+            raise UsageError(
+                f"ddp.sync_batch_norm=true with {built.layout}: synchronised batch norm does not know "
+                "tensors that are split over tp or cp; leave it or these out"
+            )
         for module in built.parts:
             changed = apply_sync_batch_norm(module, group, built.share)
             if module is built.objective:  # a model that is nothing but a batch norm
@@ -97,7 +107,8 @@ def _split(built: Arranged) -> None:
     if group is not None:
         use_ring(view, group)
         built.notes.append(
-            f"sequences cut over {layout.cp} ranks; scaled_dot_product_attention goes around a ring"
+            f"sequences cut over {layout.cp} ranks where the model's code lets them be; there "
+            "scaled_dot_product_attention goes around a ring"
         )
     built.view = view
     built.notes += [line for line in view.report.splitlines() if line]
@@ -139,12 +150,18 @@ def _again(built: Arranged) -> Callable[[], AbstractContextManager[Any]]:
 
     def contexts() -> AbstractContextManager[Any]:
         replayed = built.randomness.replay()[1] if built.randomness is not None else nullcontext()
+        num_real = built.share.num_real
 
         @contextmanager
         def enter() -> Iterator[None]:
+            # In a pipeline other microbatches have run since.
+            now, built.share.num_real = built.share.num_real, num_real
             # In the order of the forward pass: dropout is keyed before the view sees the call.
-            with built.view.active() if built.view is not None else nullcontext(), replayed:
-                yield
+            try:
+                with built.view.active() if built.view is not None else nullcontext(), replayed:
+                    yield
+            finally:
+                built.share.num_real = now
 
         return enter()
 
@@ -196,6 +213,7 @@ def _shard(built: Arranged) -> None:
                 reshard=layout.pp == 1,
                 offload_params=layout.offload == "params",
                 descend=False,
+                wide_outputs=built.staged is None,
             )
         built.is_fully_sharded = True
         return

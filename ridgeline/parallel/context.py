@@ -38,8 +38,7 @@ def use_ring(view: GlobalView, group: dist.ProcessGroup) -> None:
         if dropout_p:
             raise UsageError(
                 f"attention with dropout_p={dropout_p} in a context-parallel model: the ring has no "
-                "dropout of torch's own; use `ridgeline train`, which keys it by sample and position, "
-                "or set the attention dropout to 0"
+                "dropout; set the model's attention dropout to 0, or leave cp out of the layout"
             )
         if attn_mask is not None and attn_mask.dim() >= 2 and attn_mask.shape[-2] == sum(lengths):
             start = sum(lengths[:rank])

@@ -7,6 +7,7 @@ are caught as they are called, in models that call any. The numbers come from `r
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -243,29 +244,17 @@ def _needs_node(path: str, module: nn.Module, keyed: list[str], watches: bool) -
 
 
 def _calls_random(model: nn.Module, keyed: list[str], example_inputs: Any) -> bool:
-    """Run the model once, in training, without a trace of it in buffers, generators or modules."""
-    before = [(m, m.training, vars(m).get("forward")) for m in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Run a copy of the model once, in training, so that nothing of the model itself has seen it."""
+    model = copy.deepcopy(model)
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     if any(p.is_meta for p in model.parameters()):  # no weights yet, so no numbers either
         example_inputs = tree_map_only(Tensor, lambda x: x.to("meta"), example_inputs)
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     randomness = Randomness(0)
     _attach(model, randomness, keyed, True)
-    try:
-        model.train()
-        with torch.random.fork_rng(devices), torch.no_grad():
-            _ = model(**args[0]) if isinstance(args[0], dict) else model(*args)
-    finally:
-        for module, training, forward in before:
-            module.training = training
-            vars(module).pop("_keyed", None)
-            vars(module).pop("forward", None)
-            if forward is not None:
-                module.forward = forward
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    model.train()
+    with torch.random.fork_rng(devices), torch.no_grad():
+        _ = model(**args[0]) if isinstance(args[0], dict) else model(*args)
     return randomness.drawn
 
 

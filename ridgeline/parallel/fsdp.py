@@ -38,6 +38,7 @@ def apply_fsdp(
     offload_params: bool = False,
     *,
     descend: bool = True,
+    wide_outputs: bool = True,
 ) -> nn.Module:
     """Shard `model`, whose weights every rank has in full, over `mesh`; those of rank 0 count.
 
@@ -46,7 +47,8 @@ def apply_fsdp(
     forward and backward. `offload_params` keeps the shards, and so the optimizer, on the host. Where
     `model` does nothing but hold another module and a loss without weights, it is that module which is
     sharded, so that it can be called alone, in an evaluation, as well. Not with `descend=False`: a stage
-    of a pipeline may leave its children by an exception, past the hooks of sharding.
+    of a pipeline may leave its children by an exception, past the hooks of sharding. `wide_outputs`
+    makes the root's outputs float32; not for a stage, which sends what the next expects.
     """
     root = _find_root(model) if descend else model
     _check_parameters(root)
@@ -74,7 +76,9 @@ def apply_fsdp(
     if compute_dtype is not None:
         inner = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         outer = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+            param_dtype=compute_dtype,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32 if wide_outputs else None,
         )
         for norm in _trainable_batch_norms(root):
             # In their own type, which is that of their running statistics.

@@ -33,7 +33,10 @@ class Precision:
 
     def scale(self) -> float:
         """What losses are multiplied with before backward, for those who call it themselves."""
-        return self.scaler.get_scale() if self.scaler is not None else 1.0
+        if self.scaler is None:
+            return 1.0
+        self.scaler.scale(torch.ones((), device=self.device_type))  # it makes its scale when asked
+        return self.scaler.get_scale()
 
     def backward(self, loss: Tensor) -> None:
         (self.scaler.scale(loss) if self.scaler is not None else loss).backward()

@@ -444,7 +444,8 @@ def _check_split_by_heads(q: DTensor, k: Tensor, v: Tensor) -> None:
         if not whole or split != q.placements:
             raise UsageError(
                 f"scaled_dot_product_attention with dropout got queries split as {q.placements} and "
-                f"keys or values as {split}; split all three by heads, or set randomness.attention"
+                f"keys or values as {split}; set the model's attention dropout to 0, or leave cp (or "
+                "the tp that does not divide its key heads) out of the layout"
             )
 
 

@@ -127,6 +127,7 @@ def cut_into_stages(built: Arranged) -> None:
         device=mesh.device,
         autocast_dtype=AUTOCAST.get(layout.precision),
     )
+    _check_stages(built.model, plan, layout.pp)
     sent = _local_plan(plan, mesh)
     indices = plan.indices_of(mesh.axis_rank("pp"), layout.pp)
 
@@ -149,6 +150,23 @@ def cut_into_stages(built: Arranged) -> None:
     built.staged = Staged(list(stages), sent, mesh, loss, built.inside)
     built.model = built.objective = stages[0]  # lets go of the weights of all other stages
     built.notes += plan.describe().splitlines()
+
+
+def _check_stages(model: nn.Module, plan: StagePlan, num_ranks: int) -> None:
+    """What one rank alone would stumble over is refused on all of them."""
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    for rank in range(num_ranks):
+        held = [n for i in plan.indices_of(rank, num_ranks) for n in plan.stages[i].parameters]
+        if not trainable & set(held):
+            raise UsageError(
+                f"the stages of pipeline rank {rank} have no trainable parameter; use fewer stages "
+                f"than pp={num_ranks}"
+            )
+        twice = sorted({name for name in held if held.count(name) > 1})
+        if twice:
+            raise UsageError(
+                f"{twice[0]} is in two stages of one rank; use virtual=1, or do not tie it"
+            )
 
 
 def _global_shape(whole: Cut, local: Cut, tensor: Tensor) -> tuple[int, ...]:

@@ -67,6 +67,7 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
         last = log.steps(recorder.flush()) or last
         log.ranks(recorder)
         if config.log.weights:
+            training.arranged.prepare_evaluation()  # replicas that stepped on their own come together
             weights = full_state(training.arranged)
             if main_run is not None:
                 _save_weights(weights, main_run)

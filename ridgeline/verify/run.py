@@ -130,6 +130,8 @@ class Verifier:
 
     def _configured(self, layout: Layout, precision: str) -> RunConfig:
         dtype = "float64" if precision == "float64" else "float32"
+        if precision == "float64":
+            layout = layout.replace(precision="fp32")
         text = f"dp={layout.dp}," + str(layout.replace(dp=1)).removeprefix("dp=1")
         model = replace(self.config.model, dtype=dtype)
         return replace(self.config, layout=text.rstrip(","), model=model)

@@ -25,7 +25,9 @@ def show_rows(
     console = Console(highlight=False, soft_wrap=True)
     verifier = Verifier(config, layouts, steps)
     rows: list[Row] = []
-    work = [(layout, kind) for kind in ("float64", precision) for layout in layouts]
+    work = [(layout, "float64") for layout in layouts]
+    # A layout that names a precision is tried in that, the others in the recipe's.
+    work += [(x, x.precision if x.precision != "fp32" else precision) for x in layouts]
     width = max(len(str(layout)) for layout in layouts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:

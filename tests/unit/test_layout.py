@@ -272,7 +272,7 @@ def test_table_is_symmetric_and_names_only_techniques() -> None:
 
     for first, second in itertools.product(TECHNIQUES, TECHNIQUES):
         assert why_apart(first, second) == why_apart(second, first)
-    for left, right, reason in module._APART:
+    for left, right, reason in module.APART:
         assert set(left) | set(right) <= set(TECHNIQUES)
         assert reason
     for need in module._NEEDS:
