@@ -147,6 +147,26 @@ class DdpConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 0
+    """Steps between checkpoints; 0 leaves it to `minutes`."""
+    minutes: float = 15.0
+    """Wall-clock minutes between checkpoints; 0 leaves it to `every`."""
+    at_end: bool = True
+    """Also when the run ends, so that it can be made longer."""
+    keep: int = 2
+    """The newest that are kept."""
+    keep_every: int = 0
+    """Also those whose step is a multiple of this are kept; 0 keeps none for that."""
+    keep_best: str = ""
+    """Also the one after the best evaluation by this metric, e.g. accuracy."""
+    background: bool = True
+    """Write while training goes on; false waits for the disk."""
+    check: bool = True
+    """Read every byte against its checksum before going on from a checkpoint."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     every: int = 10
     """Steps between exchanges of the losses among ranks and lines in `metrics.jsonl`."""
@@ -154,6 +174,8 @@ class LogConfig:
     """yes, no, or auto: scalars for TensorBoard when it is installed."""
     weights: bool = True
     """Keep the final weights in the run directory as one safetensors file."""
+    samples: bool = False
+    """Keep which samples each step used, in `samples/rank-N.jsonl`."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +189,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     layout: str = ""
     """Parallel arrangement in its text form, e.g. dp=2,precision=bf16."""
     axes: str = "pp,dp,cp,spatial,tp"
@@ -212,6 +235,10 @@ _AT_LEAST: dict[str, float] = {
     "schedule.warmup_steps": 0,
     "ddp.bucket_mb": 0.001,
     "log.every": 1,
+    "checkpoint.every": 0,
+    "checkpoint.minutes": 0,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
     "threads": 1,
 }
 

@@ -29,6 +29,8 @@ REPORT = "report.html"
 TRACES = "traces"
 LOGS = "logs"
 TENSORBOARD = "tensorboard"
+CHECKPOINTS = "checkpoints"
+SAMPLES = "samples"
 WEIGHTS = "weights.safetensors"
 
 SPLIT = ("data_s", "h2d_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
@@ -145,15 +147,30 @@ def _build(cls: type[_T], values: Mapping[str, Any]) -> _T | None:
         return None
 
 
+_UNWRITTEN: dict[Path, bytearray] = {}
+"""Bytes that a full disk did not take, by file; they go first when there is room again."""
+_MOST_UNWRITTEN = 64 * 2**20
+
+
 def _append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """One `write` call of one line, so that lines of several processes never interleave."""
+    """One `write` call of one line, so that lines of several processes never interleave.
+
+    A disk that is full, or gone for a moment, does not end a run: what it did not take is kept and
+    written before the next line.
+    """
     line = (json.dumps(value, allow_nan=True, separators=(", ", ": ")) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    data = bytes(_UNWRITTEN.pop(path, b"")) + line
+    written = 0
     try:
-        if os.write(descriptor, line) < len(line):
-            raise OSError(f"only part of a line could be written to {path}: is the disk full?")
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            written = os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        pass
+    if written < len(data):
+        _UNWRITTEN[path] = bytearray(data[written:][-_MOST_UNWRITTEN:])
 
 
 @dataclass(frozen=True)
@@ -216,6 +233,14 @@ class RunDir:
         value = {"kind": _KIND_OF[type(record)], **dataclasses.asdict(record)}
         _append_line(self.file(METRICS), value)
 
+    def append_line(self, name: str, value: Mapping[str, Any]) -> None:
+        """One JSON line more in a file of this run."""
+        _append_line(self.file(name), value)
+
+    def num_unwritten(self) -> int:
+        """Bytes of this run's records that the disk has not taken so far."""
+        return sum(len(data) for path, data in _UNWRITTEN.items() if self.path in path.parents)
+
     def add_event(self, event: str, **details: Any) -> None:
         _append_line(
             self.file(EVENTS), dataclasses.asdict(Event(time.time(), event, dict(details)))
@@ -230,10 +255,13 @@ class RunDir:
                 yield record
 
     def steps(self) -> list[StepRecord]:
-        return [r for r in self.records() if isinstance(r, StepRecord)]
+        """One record a step; where a run went back to a checkpoint, the later one."""
+        newest = {r.step: r for r in self.records() if isinstance(r, StepRecord)}
+        return [newest[step] for step in sorted(newest)]
 
     def evals(self) -> list[EvalRecord]:
-        return [r for r in self.records() if isinstance(r, EvalRecord)]
+        newest = {r.step: r for r in self.records() if isinstance(r, EvalRecord)}
+        return [newest[step] for step in sorted(newest)]
 
     def ranks(self) -> list[RankRecord]:
         """The newest record of each rank, by rank."""
@@ -246,6 +274,12 @@ class RunDir:
 
     def status(self) -> str:
         """How the run ended: its last closing event, or `running` (or killed) when there is none."""
-        closing = [e.event for e in self.events() if e.event in ("end", "failed", "interrupted")]
-        names = {"end": "finished", "failed": "failed", "interrupted": "interrupted"}
-        return names[closing[-1]] if closing else "running"
+        names = {
+            "start": "running",
+            "end": "finished",
+            "failed": "failed",
+            "interrupted": "interrupted",
+            "stopped": "stopped",
+        }
+        told = [names[e.event] for e in self.events() if e.event in names]
+        return told[-1] if told else "running"

@@ -267,7 +267,7 @@ def _replicate(built: Arranged) -> None:
     if layout.compress != "none":
         from ridgeline.parallel.compress import apply_compression
 
-        apply_compression(built.objective, layout.compress, group)
+        built.compression = apply_compression(built.objective, layout.compress, group)
 
 
 @dataclass(frozen=True)

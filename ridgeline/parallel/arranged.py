@@ -29,6 +29,7 @@ from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
 
 if TYPE_CHECKING:
+    from ridgeline.parallel.compress import Compression
     from ridgeline.parallel.localsync import LocalSync
     from ridgeline.parallel.spatial import TileGrid
     from ridgeline.parallel.staged import Staged
@@ -62,6 +63,7 @@ class Arranged:
     flats: list[FlatZero] = field(default_factory=list)
     is_fully_sharded: bool = False
     local_sync: list[LocalSync] = field(default_factory=list)
+    compression: Compression | None = None
     num_steps: int = 0
     """Updates done so far."""
     num_samples_here: int = 1

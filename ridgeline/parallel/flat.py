@@ -98,6 +98,8 @@ class Piece:
     stop: int
     original_stride: tuple[int, ...] = ()
     """The order in which the elements lie in memory; other than contiguous for channels-last."""
+    is_complex: bool = False
+    """Whether `start` and `stop` count the real numbers of complex elements."""
 
 
 def plan_buckets(

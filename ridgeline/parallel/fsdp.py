@@ -106,18 +106,18 @@ def fsdp_no_sync(model: nn.Module) -> Iterator[None]:
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Averaged gradients in full by parameter name, without those of parameters that have none; every
     rank has to call it."""
-    _free_gathered(model)
+    free_gathered(model)
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: _full(gradient) for name, gradient in found.items()}
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Weights in full by parameter name, as the optimizer has them; every rank has to call it."""
-    _free_gathered(model)
+    free_gathered(model)
     return {name: _full(parameter) for name, parameter in model.named_parameters()}
 
 
-def _free_gathered(model: nn.Module) -> None:
+def free_gathered(model: nn.Module) -> None:
     """After a forward without a backward, gathered weights are in the place of the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -85,6 +85,13 @@ class LocalSync:
         self._weight, self._num_steps = 0.0, 0
         return True
 
+    def read_count(self) -> Tensor:
+        """Samples and steps of this replica since the last average, for a checkpoint."""
+        return torch.tensor([self._weight, self._num_steps], dtype=torch.float64)
+
+    def write_count(self, values: Tensor) -> None:
+        self._weight, self._num_steps = float(values[0]), int(values[1])
+
     def _average(self) -> None:
         averaged, copied = _state_of(self.module)
         if self.optimizer is not None:

@@ -122,6 +122,12 @@ class Mesh:
     def world_group(self) -> dist.ProcessGroup | None:
         return self.group(*self.sizes)
 
+    def side_group(self) -> dist.ProcessGroup | None:
+        """A group of all ranks over the CPU's network, for a thread beside the training loop; every rank
+        calls it, and gets the same one every time."""
+        world = self.world_group
+        return None if world is None else _side_group_of(world)
+
     @property
     def is_main(self) -> bool:
         """Whether this rank speaks for the job: writes records, owns the terminal."""
@@ -267,6 +273,17 @@ def _group_of(lists: list[list[int]]) -> dist.ProcessGroup:
     return made[mine]
 
 
+_sides: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""For a group of all ranks, by its id, itself and the one beside it."""
+
+
+def _side_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    if id(world) not in _sides or _sides[id(world)][0] is not world:
+        _sides.clear()
+        _sides[id(world)] = (world, dist.new_group(timeout=JOIN_TIMEOUT, backend="gloo"))
+    return _sides[id(world)][1]
+
+
 def _members(place: dict[str, int], used: tuple[str, ...], sizes: dict[str, int]) -> list[int]:
     return [
         _rank_at({**place, **dict(zip(used, along, strict=True))}, sizes)
@@ -298,7 +315,7 @@ def close_mesh(mesh: Mesh) -> None:
         # which it needs Python's lock; past the end of the interpreter, asking for it is an abort.
         time.sleep(_DRAIN_S)
         _never_free(dist.group.WORLD)
-        for group in mesh._groups.values():
+        for group in (*mesh._groups.values(), *(side for _, side in _sides.values())):
             _never_free(group)
         dist.destroy_process_group()
 

@@ -443,4 +443,5 @@ def _several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 def _piece(slot: Slot, values: Tensor, start: int) -> Piece:
     parameter = nn.Parameter(values.detach())
-    return Piece(slot.name, parameter, slot.shape, start, start + len(values), slot.stride)
+    stop, is_complex = start + len(values), slot.parameter.is_complex()
+    return Piece(slot.name, parameter, slot.shape, start, stop, slot.stride, is_complex)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from ridgeline.errors import UsageError
@@ -39,13 +40,18 @@ class Board:
         }
         for name, value in scalars.items():
             if value is not None:
-                self._writer.add_scalar(name, value, record.step, walltime=record.time)
+                self._add(name, value, record)
 
     def evaluation(self, record: EvalRecord) -> None:
         if self._writer is not None:
             for name, value in record.metrics.items():
-                self._writer.add_scalar(f"eval/{name}", value, record.step, walltime=record.time)
+                self._add(f"eval/{name}", value, record)
+
+    def _add(self, name: str, value: float, record: StepRecord | EvalRecord) -> None:
+        with suppress(OSError):  # a full disk is no reason not to train
+            self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):
+                self._writer.close()

@@ -9,40 +9,52 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import numpy as np
+
+from ridgeline.data.loader import Batch
+from ridgeline.train.position import Position
 from ridgeline.train.setup import Training
 from ridgeline.train.step import StepResult, run_step
 
 
-def train_loop(training: Training) -> Iterator[StepResult]:
-    """Steps 1 to `training.num_steps`, over as many epochs as that takes."""
-    step, epoch, clock = 0, 0, training.clock
+def train_loop(training: Training, start: Position | None = None) -> Iterator[StepResult]:
+    """The steps from `start` to `training.num_steps`, over as many epochs as that takes."""
+    position, clock = start or Position(), training.clock
+    per_epoch = len(training.loader)
     training.arranged.train()
     clock.start()
-    while step < training.num_steps:
-        for batch in training.loader.epoch(epoch):
+    while position.step < training.num_steps:
+        for batch in training.loader.epoch(position.epoch, position.batch):
             clock.mark("data_s")
             batch = training.to_device(batch)
             clock.mark("h2d_s")
-            lr = training.peak_lr * training.schedule(step)
+            lr = training.peak_lr * training.schedule(position.step)
             for group in training.optimizer.param_groups:
                 group["lr"] = lr
             loss_share, grad_norm = run_step(
                 training.forward_backward, training.update, batch, clock
             )
-            step += 1
+            position = position.after(per_epoch)
             yield StepResult(
-                step=step,
-                epoch=epoch,
+                step=position.step,
+                epoch=batch.epoch,
+                position=position,
                 loss_share=loss_share,
                 grad_norm=grad_norm,
                 lr=lr,
                 num_samples=batch.num_global,
                 time=time.time(),
                 times=clock.end_step(),
-                ends_epoch=batch.step + 1 == len(training.loader),
+                ends_epoch=batch.step + 1 == per_epoch,
+                samples=used_samples(batch),
             )
-            if step == training.num_steps:
+            if position.step == training.num_steps:
                 return
             # What the caller did with the result is part of the step's time but of none of its parts.
             clock.mark("other_s")
-        epoch += 1
+
+
+def used_samples(batch: Batch) -> tuple[np.ndarray, ...]:
+    """Indices of this rank's samples in the batch, without fillers, one array a microbatch."""
+    parts = zip(batch.indices, batch.counts, strict=True)
+    return tuple(indices[:count] for indices, count in parts)

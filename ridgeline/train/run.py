@@ -6,22 +6,29 @@ Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.run_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ridgeline.checkpoint.save import Outcome
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
+from ridgeline.optim.update import Update
 from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.mesh import close_mesh
 from ridgeline.rundir import CONFIG, ENV, FACTS, LAYOUT, WEIGHTS, EvalRecord, RunDir, StepRecord
 from ridgeline.train.board import Board
+from ridgeline.train.checkpoints import Checkpoints
 from ridgeline.train.evaluate import evaluate
 from ridgeline.train.loop import train_loop
+from ridgeline.train.position import Position
 from ridgeline.train.progress import build_progress
 from ridgeline.train.record import Recorder
+from ridgeline.train.samples import SampleLog
 from ridgeline.train.setup import Training, build_training
 from ridgeline.train.step import StepResult
 from ridgeline.train.tasks import Task
@@ -40,37 +47,52 @@ class Summary:
 
 
 def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> Summary:
-    """Build, train, evaluate; every rank calls this, rank 0 writes to `run` and to the terminal."""
+    """Build, go on from the newest checkpoint of `run`, train, evaluate; every rank calls this, rank 0
+    writes records to `run` and to the terminal."""
     training = build_training(config, env)
+    checkpoints = Checkpoints(training, run)
+    training = replace(training, update=_after_release(checkpoints, training.update))
     main_run = run if training.mesh.is_main else None
     log = _Log(training, main_run)
+    samples = SampleLog(training, run)
     recorder = Recorder(training)
     trace = StepTrace(training)
     last: StepRecord | None = None
-    metrics: dict[str, float] = {}
-    reached = False
-    num_steps = 0
     try:
-        for result in train_loop(training):
-            num_steps = result.step
+        start = _go_on(checkpoints, log)
+        metrics = dict(checkpoints.metrics)
+        reached = reaches(metrics, config.train.target, training.task) if metrics else False
+        position = start
+        for result in () if reached else train_loop(training, start):
+            position = result.position
             last = log.steps(recorder.add(result)) or last
-            log.note(trace.after(result.step, main_run))
+            samples.add(result)
+            log.note(trace.after(result.step - start.step, main_run))
             if _evaluation_due(result, training) and training.eval_loader is not None:
                 last = log.steps(recorder.flush()) or last
+                checkpoints.release()  # an evaluation brings replicas together
                 record = _evaluate(training, result)
                 log.evaluation(record)
                 metrics = record.metrics
+                checkpoints.evaluated(metrics)
                 reached = reaches(metrics, config.train.target, training.task)
                 training.clock.start()
-                if reached:
-                    break
+            if checkpoints.is_due(result.step):
+                log.saves(checkpoints.save(position))
+            log.saves(checkpoints.outcomes())
+            if reached:
+                break
         last = log.steps(recorder.flush()) or last
         log.ranks(recorder)
+        checkpoints.release()
         if config.log.weights:
             training.arranged.prepare_evaluation()  # replicas that stepped on their own come together
             weights = full_state(training.arranged)
             if main_run is not None:
-                _save_weights(weights, main_run)
+                log.note(_save_weights(weights, main_run))
+        if config.checkpoint.at_end:
+            log.saves(checkpoints.save(position, wait=True))
+        log.saves(checkpoints.outcomes(wait=True))
     except Exception:
         log.steps(recorder.salvage())
         raise
@@ -81,9 +103,38 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
     final_loss = last.loss if last else None
     if main_run is not None:
         main_run.add_event(
-            "end", steps=num_steps, loss=final_loss, metrics=metrics, reached_target=reached
+            "end",
+            steps=position.step,
+            loss=final_loss,
+            metrics=metrics,
+            reached_target=reached,
         )
-    return Summary(num_steps, final_loss, metrics, reached)
+    return Summary(position.step, final_loss, metrics, reached)
+
+
+def _after_release(checkpoints: Checkpoints, update: Update) -> Update:
+    """What is being saved is copied before the weights change."""
+
+    def released() -> Tensor | None:
+        checkpoints.release()
+        return update()
+
+    return released
+
+
+def _go_on(checkpoints: Checkpoints, log: _Log) -> Position:
+    """Restore the newest whole checkpoint, if there is one, and say so."""
+    found = checkpoints.find()
+    if found is None:
+        return Position()
+    position, notes = checkpoints.restore(found)
+    for line in (*found.damaged, *notes):
+        log.note(line)
+    log.note(f"going on from {found.path.name}")
+    log.event(
+        "resume", step=position.step, checkpoint=found.path.name, passed_over=list(found.damaged)
+    )
+    return position
 
 
 def _evaluation_due(result: StepResult, training: Training) -> bool:
@@ -116,9 +167,9 @@ def reaches(metrics: dict[str, float], target: dict[str, float], task: Task) -> 
     )
 
 
-def _save_weights(weights: Mapping[str, object], run: RunDir) -> None:
+def _save_weights(weights: Mapping[str, object], run: RunDir) -> str:
     """Tied weights are one tensor under several names, which the format has no word for: copy.
-    Extra state that is no tensor is left to checkpoints."""
+    Returns what went wrong: a run that trained has not failed for want of room."""
     seen: set[int] = set()
     unique = {}
     for name, value in weights.items():
@@ -127,8 +178,13 @@ def _save_weights(weights: Mapping[str, object], run: RunDir) -> None:
             unique[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
             seen.add(tensor.data_ptr())
     aside = run.file(WEIGHTS + ".part")
-    save_file(unique, aside)
-    aside.replace(run.file(WEIGHTS))
+    try:
+        save_file(unique, aside)
+        aside.replace(run.file(WEIGHTS))
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        return f"the final weights could not be written ({error}); make room and run again"
+    return ""
 
 
 class _Log:
@@ -139,13 +195,14 @@ class _Log:
         mesh = training.mesh
         self._board = Board(run, training.config.log.tensorboard) if run is not None else None
         if run is not None:
-            run.write_text(LAYOUT, f"{mesh.layout}\n")
             facts = {
                 "model": training.model_facts.to_dict(),
                 "machine": training.machine_facts.to_dict(),
             }
-            run.write_json(FACTS, facts)
-            run.write_json(ENV, recorded_environment())
+            with suppress(OSError):  # a full disk is no reason not to train
+                run.write_text(LAYOUT, f"{mesh.layout}\n")
+                run.write_json(FACTS, facts)
+                run.write_json(ENV, recorded_environment())
             run.add_event("start", layout=str(mesh.layout), num_ranks=mesh.env.world_size)
         self._progress = build_progress(
             training.num_steps, training.model_facts, mesh.is_main and run is not None
@@ -156,6 +213,27 @@ class _Log:
     def note(self, text: str) -> None:
         if text:
             self._progress.note(text)
+
+    def event(self, event: str, **details: object) -> None:
+        if self._run is not None:
+            self._run.add_event(event, **details)
+
+    def saves(self, outcomes: list[Outcome]) -> None:
+        """How checkpoints ended: an event each, and a word to the user when one could not be written."""
+        for done in outcomes:
+            if done.path is not None:
+                self.event(
+                    "checkpoint",
+                    step=done.step,
+                    bytes=done.num_bytes,
+                    seconds=round(done.seconds, 3),
+                )
+            else:
+                self.event("checkpoint-failed", step=done.step, problem=done.problem)
+                self.note(
+                    f"no checkpoint at step {done.step}: {done.problem}; the run goes on, and the "
+                    "last whole checkpoint stays"
+                )
 
     def steps(self, records: list[StepRecord]) -> StepRecord | None:
         for record in records:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from ridgeline.data.loader import Batch
 from ridgeline.optim.update import Update
 from ridgeline.train.clock import Clock, Pending
+from ridgeline.train.position import Position
 
 ForwardBackward = Callable[[Batch, Clock], Tensor]
 """Leaves gradients of the global batch's loss; returns this rank's share of that loss."""
@@ -34,6 +36,10 @@ class StepResult:
     """When the step was over for the host, in seconds since 1970."""
     times: Pending
     ends_epoch: bool
+    position: Position
+    """Where the run is now: what a checkpoint after this step goes on from."""
+    samples: tuple[np.ndarray, ...] = ()
+    """Indices of the samples of this rank, one array a microbatch."""
 
 
 def run_step(

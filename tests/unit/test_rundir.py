@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,38 @@ def test_records_come_back_as_they_were_and_in_order(run: RunDir) -> None:
     for record in records:
         run.append(record)
     assert list(run.records()) == records
-    assert run.steps() == [STEP, STEP]
+    assert run.steps() == [STEP]
     assert run.evals() == [EVAL]
     assert run.ranks() == [RANK]
+
+
+def test_of_a_step_that_was_done_again_the_later_record_counts(run: RunDir) -> None:
+    again = replace(STEP, loss=0.125)
+    later = replace(STEP, step=STEP.step + 1)
+    for record in (STEP, later, again):
+        run.append(record)
+    assert run.steps() == [again, later]
+
+
+def test_a_full_disk_loses_no_line(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    room = [10]
+
+    def write(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        taken = real(descriptor, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", write)
+    run.append(STEP)
+    run.append(EVAL)
+    assert run.num_unwritten() > 0
+    monkeypatch.undo()
+    run.append(RANK)
+    assert list(run.records()) == [STEP, EVAL, RANK]
+    assert run.num_unwritten() == 0
 
 
 def test_a_run_without_records_has_none(run: RunDir) -> None:
@@ -66,8 +96,8 @@ def test_the_newest_record_of_a_rank_counts(run: RunDir) -> None:
 
 
 def test_losses_that_are_no_numbers_survive(run: RunDir) -> None:
-    for loss in (math.nan, math.inf, -math.inf):
-        run.append(StepRecord(1, 0, 0.0, loss, 0.1, 8, 0.5))
+    for step, loss in enumerate((math.nan, math.inf, -math.inf)):
+        run.append(StepRecord(step, 0, 0.0, loss, 0.1, 8, 0.5))
     nan, inf, minus = (record.loss for record in run.steps())
     assert math.isnan(nan)
     assert (inf, minus) == (math.inf, -math.inf)
@@ -133,7 +163,8 @@ def test_lines_of_several_processes_stay_whole(run: RunDir) -> None:
     lines = run.file(METRICS).read_text().splitlines()
     assert len(lines) == 180
     seen: list[list[int]] = [[], [], []]
-    for record in run.evals():
+    for record in run.records():
+        assert isinstance(record, EvalRecord)
         assert set(record.metrics) == {f"{record.epoch}-{i}" for i in range(1000)}
         seen[record.epoch].append(record.step)
     assert seen == [list(range(60))] * 3

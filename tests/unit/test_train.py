@@ -279,6 +279,7 @@ def test_the_run_directory_is_complete(tmp_path: Path) -> None:
         "metrics.jsonl",
         "events.jsonl",
         "weights.safetensors",
+        "checkpoints",
         "logs",
     }
     assert run.file(rundir.LAYOUT).read_text() == "precision=bf16\n"
@@ -287,7 +288,7 @@ def test_the_run_directory_is_complete(tmp_path: Path) -> None:
     assert facts["model"]["flops_source"] == "counted"
     assert facts["machine"]["peak_flops"]["bf16"] > 0
     assert run.read_json(rundir.ENV)["packages"]["torch"] == torch.__version__
-    assert [e.event for e in run.events()] == ["start", "end"]
+    assert [e.event for e in run.events()] == ["start", "checkpoint", "end"]
     assert run.status() == "finished"
     assert [r.rank for r in run.ranks()] == [0]
     assert run.ranks()[0].num_steps == 6

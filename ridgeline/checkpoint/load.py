@@ -1,0 +1,228 @@
+"""Loading a checkpoint into whatever layout the run has now: exact values, only the bytes that are needed.
+
+First the newest checkpoint that is whole is found: ranks share out the files and check every byte, and
+one that is damaged is passed over with a word on what is wrong. Then each rank reads its own boxes.
+Called by `train/resume.py` and by `ridgeline checkpoint`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+
+from ridgeline.checkpoint.files import DTYPES, Reader, find_damage
+from ridgeline.checkpoint.held import State, hold_state, write_own
+from ridgeline.checkpoint.manifest import (
+    MODEL,
+    OPTIMIZER,
+    RANK,
+    REPLICA,
+    Damaged,
+    Manifest,
+    check_sizes,
+    chunks_by_file,
+    list_checkpoints,
+    read_manifest,
+)
+from ridgeline.checkpoint.storage import BoxReader
+from ridgeline.errors import UsageError
+from ridgeline.parallel.arranged import Arranged
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole checkpoint, and what was passed over on the way to it."""
+
+    path: Path
+    manifest: Manifest
+    damaged: tuple[str, ...] = ()
+    """One sentence for each newer one that is not whole."""
+
+
+def find_newest(
+    directory: Path, rank: int, group: dist.ProcessGroup | None, check: bool = True
+) -> Found | None:
+    """The newest whole checkpoint, None where there is none; every rank calls it and gets the same."""
+    world = 1 if group is None else dist.get_world_size(group)
+    box = [[path.name for path in list_checkpoints(directory)]]
+    if group is not None:
+        dist.broadcast_object_list(box, group_src=0, group=group)
+    damaged: list[str] = []
+    for name in reversed(box[0]):
+        path = directory / name
+        problems = _problems(path, rank, world, check)
+        if group is not None:
+            everyone: list[list[str]] = [[] for _ in range(world)]
+            dist.all_gather_object(everyone, problems, group=group)
+            problems = list(dict.fromkeys(p for part in everyone for p in part))
+        if not problems:
+            return Found(path, read_manifest(path), tuple(damaged))
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        damaged.append(f"checkpoint {name} is not whole: {problems[0]}{more}")
+    if damaged:
+        raise Damaged(
+            f"no checkpoint in {directory} is whole: {damaged[0]}; start over with --fresh"
+        )
+    return None
+
+
+def _problems(path: Path, rank: int, world: int, check: bool) -> list[str]:
+    try:
+        manifest = read_manifest(path)
+    except (Damaged, UsageError) as error:
+        return [str(error)]
+    problems = list(check_sizes(path, manifest)) if rank == 0 else []
+    if check and not problems:
+        for name, chunks in list(chunks_by_file(manifest).items())[rank::world]:
+            problems += find_damage(path / name, manifest.files[name], chunks)
+    return problems
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's planner, which would take our tensors for something to make first."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+
+@torch.no_grad()
+def load_state(path: Path, manifest: Manifest, state: State) -> None:
+    """Fill what `state` holds from the checkpoint; no rank waits for another."""
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(
+            dict(state), storage_reader=BoxReader(path, manifest), planner=planner, no_dist=True
+        )
+
+
+def load_training(
+    path: Path, manifest: Manifest, arranged: Arranged, optimizer: Optimizer
+) -> list[str]:
+    """Weights, buffers, optimizer state and what is the rank's own; sentences for the user."""
+    _make_state(optimizer)
+    state = hold_state(arranged, optimizer)
+    is_same = manifest.layout == str(arranged.layout)
+    wanted, notes = _match(state, manifest, path, is_same, arranged, optimizer)
+    load_state(path, manifest, wanted)
+    for flat in arranged.flats:
+        flat.after_step()  # the ranks of a shard group give each other what each has read
+    arranged.num_steps = manifest.step
+    if is_same:
+        write_own(arranged, _read_own(path, manifest, arranged.mesh.env.rank))
+    return notes
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Let the optimizer make its state, by a step that changes nothing."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _match(
+    state: State,
+    manifest: Manifest,
+    path: Path,
+    is_same: bool,
+    arranged: Arranged,
+    optimizer: Optimizer,
+) -> tuple[State, list[str]]:
+    """What of `state` is to be read, under the names that the checkpoint has."""
+    wanted: State = {}
+    for name, held in state.items():
+        if name.startswith(RANK):
+            continue
+        source = name
+        if name.startswith(REPLICA) and not (is_same and name in manifest.tensors):
+            source = name.split("/", 2)[
+                2
+            ]  # of replicas that are not there, the first stands for all
+        if source not in manifest.tensors:
+            if source.startswith(OPTIMIZER):
+                continue  # of a parameter that had no gradient yet: forgotten below
+            raise UsageError(
+                f"the model has {source.removeprefix(MODEL)} and the checkpoint {path} has not; "
+                "use the recipe it was made with, or start over with --fresh"
+            )
+        shape = manifest.tensors[source].shape
+        if shape != held.shape:
+            raise UsageError(
+                f"{source.removeprefix(MODEL)} has shape {list(held.shape)} and in the checkpoint "
+                f"{path} {list(shape)}; use the recipe it was made with, or start over with --fresh"
+            )
+        wanted[source] = held
+    _forget(optimizer, arranged, manifest)
+    _require_all(manifest, path, arranged, optimizer)
+    notes = []
+    if not is_same:
+        notes.append(f"the checkpoint is of layout {manifest.layout}, read into {arranged.layout}")
+        if any(name.startswith(REPLICA) for name in manifest.tensors):
+            notes.append("its replicas had stepped on their own; the first one's weights are taken")
+    return wanted, notes
+
+
+def _forget(optimizer: Optimizer, arranged: Arranged, manifest: Manifest) -> None:
+    """Parameters that had no state when the checkpoint was made get none."""
+    known = {name.split("/", 2)[2] for name in manifest.tensors if name.startswith(OPTIMIZER)}
+    for trainable in arranged.trainables():
+        if arranged.state_names.get(trainable.name, trainable.name) not in known:
+            optimizer.state.pop(trainable.parameter, None)
+
+
+def _require_all(manifest: Manifest, path: Path, arranged: Arranged, optimizer: Optimizer) -> None:
+    """The checkpoint has nothing that the run does not know of."""
+    keys = {key for state in optimizer.state.values() for key in state}
+    for name in manifest.tensors:
+        if name.startswith(MODEL):
+            mine = name.removeprefix(MODEL)
+            if mine not in arranged.state_names:
+                raise UsageError(
+                    f"the checkpoint {path} has {mine} and the model has not; use the recipe it was "
+                    "made with, or start over with --fresh"
+                )
+        elif name.startswith(OPTIMIZER) and keys and name.split("/")[1] not in keys:
+            raise UsageError(
+                f"the checkpoint {path} has the optimizer's {name.split('/')[1]}, which "
+                f"{type(optimizer).__name__} does not keep; use the optimizer it was made with, or "
+                "start over with --fresh"
+            )
+
+
+def _read_own(path: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+    start = f"{RANK}{rank}/"
+    names = [name for name in manifest.tensors if name.startswith(start)]
+    return {name.removeprefix(start): read_tensor(Reader(path), manifest, name) for name in names}
+
+
+def read_tensor(reader: Reader, manifest: Manifest, name: str) -> Tensor:
+    """One whole tensor, put together from its boxes."""
+    stored = manifest.tensors[name]
+    values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    for chunk in stored.chunks:
+        target = values
+        for dim, (low, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            target = target.narrow(dim, low, length)
+        target.copy_(reader.read(chunk, stored.dtype))
+    return values

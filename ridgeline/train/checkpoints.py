@@ -1,0 +1,207 @@
+"""The checkpoints of a run: when one is due, what goes into it, and where a run goes on from.
+
+`checkpoint/` knows how state is written and read; this knows the run: its position in the data, the loss
+scale, the metrics of the last evaluation, the policy of the configuration. Called by `run.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ridgeline.checkpoint.held import hold_state
+from ridgeline.checkpoint.load import Found, find_newest, load_training
+from ridgeline.checkpoint.manifest import Manifest, clear_unfinished
+from ridgeline.checkpoint.retain import Keep
+from ridgeline.checkpoint.save import Outcome, Saver
+from ridgeline.config import dump_config
+from ridgeline.errors import UsageError
+from ridgeline.launch.env import recorded_environment
+from ridgeline.parallel.ddp import Replicated
+from ridgeline.rundir import CHECKPOINTS, RunDir
+from ridgeline.train.position import Position
+from ridgeline.train.setup import Training
+
+
+class Checkpoints:
+    """Every rank has one, and calls it alike; without a run directory it does nothing."""
+
+    def __init__(self, training: Training, run: RunDir | None) -> None:
+        self._training = training
+        self._config = training.config.checkpoint
+        self._metrics: dict[str, float] = {}
+        self._last_saved = -1
+        self._last_time = time.monotonic()
+        self.skipped: list[list[int]] = []
+        """[epoch, batch] of batches that were left out for what they did to the loss."""
+        mesh = training.mesh
+        path = _agreed_path(training, run)
+        self._saver: Saver | None = None
+        if path is None:
+            return
+        self._directory = path
+        self._group = mesh.side_group()
+        higher = self._config.keep_best in training.task.higher_is_better
+        self._saver = Saver(
+            path,
+            mesh.env.rank,
+            self._group,
+            mesh.world_group,
+            Keep(self._config.keep, self._config.keep_every, self._config.keep_best, higher),
+            mesh.device,
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last evaluation, also one before a restart."""
+        return self._metrics
+
+    # Going on
+
+    def find(self) -> Found | None:
+        """The newest whole checkpoint of this run; leftovers of a save that was cut off are removed."""
+        if self._saver is None:
+            return None
+        if self._training.mesh.is_main:
+            clear_unfinished(self._directory)
+        rank = self._training.mesh.env.rank
+        return find_newest(self._directory, rank, self._group, self._config.check)
+
+    def restore(self, found: Found) -> tuple[Position, list[str]]:
+        """Bring the run to where the checkpoint was made; sentences for the user."""
+        position = read_position(found.manifest, self._training)
+        _settle_buckets(self._training, position)
+        training = self._training
+        notes = load_training(found.path, found.manifest, training.arranged, training.optimizer)
+        state = found.manifest.state
+        scaler = training.precision.scaler
+        if scaler is not None and state.get("scaler"):
+            scaler.load_state_dict(state["scaler"])
+        self._metrics = dict(found.manifest.metrics)
+        self.skipped = [list(pair) for pair in state.get("skipped", [])]
+        self._last_saved = position.step
+        self._last_time = time.monotonic()
+        return position, notes
+
+    # Saving
+
+    def is_due(self, step: int) -> bool:
+        """By the count of steps, which all ranks know."""
+        return bool(self._config.every) and step % self._config.every == 0
+
+    def is_late(self) -> bool:
+        """By the clock, which ranks have to agree on."""
+        minutes = self._config.minutes
+        return bool(minutes) and time.monotonic() - self._last_time > 60 * minutes
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        self._metrics = dict(metrics)
+
+    def save(self, position: Position, wait: bool = False) -> list[Outcome]:
+        """Begin a save of the run at `position`; how those ended that have ended by now."""
+        if self._saver is None or position.step == self._last_saved:
+            return self.outcomes(wait)
+        training = self._training
+        state = hold_state(training.arranged, training.optimizer)
+        began = self._saver.save(
+            state, self._manifest(position), wait or not self._config.background
+        )
+        if began:
+            self._last_saved = position.step
+        self._last_time = time.monotonic()
+        done = self.outcomes(wait)
+        if not began:
+            text = "the one before is still being written: the disk is slower than checkpoint.every"
+            done.append(Outcome(position.step, None, text))
+        return done
+
+    def outcomes(self, wait: bool = False) -> list[Outcome]:
+        if self._saver is None:
+            return []
+        if wait:
+            self._saver.join()
+        return self._saver.outcomes()
+
+    def release(self) -> None:
+        """Before the weights change."""
+        if self._saver is not None:
+            self._saver.release()
+
+    def _manifest(self, position: Position) -> Manifest:
+        training = self._training
+        scaler = training.precision.scaler
+        state: dict[str, Any] = {
+            "epoch": position.epoch,
+            "batch": position.batch,
+            "train_batch": training.config.train.batch,
+            "batches_per_epoch": len(training.loader),
+            "seed": training.config.train.seed,
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "skipped": self.skipped,
+        }
+        return Manifest(
+            step=position.step,
+            layout=str(training.mesh.layout),
+            num_ranks=training.mesh.env.world_size,
+            time=time.time(),
+            state=state,
+            metrics=self._metrics,
+            config=dump_config(training.config),
+            versions=dict(recorded_environment()["packages"]),  # type: ignore[call-overload]
+        )
+
+
+def read_position(manifest: Manifest, training: Training) -> Position:
+    """Where the checkpoint's run was, in the batches of this one."""
+    state, batch = manifest.state, training.config.train.batch
+    if state["seed"] != training.config.train.seed:
+        raise UsageError(
+            f"the checkpoint was made with train.seed={state['seed']} and the run has "
+            f"{training.config.train.seed}, so samples would come twice or never; use the same seed, "
+            "or start over with --fresh"
+        )
+    done = state["batch"] * state["train_batch"]
+    if done % batch:
+        raise UsageError(
+            f"the checkpoint is {done} samples into an epoch, which is no whole number of batches of "
+            f"train.batch={batch}; go on with {state['train_batch']}, or with a divisor of {done}"
+        )
+    position = Position(manifest.step, state["epoch"], done // batch)
+    if state["train_batch"] == batch and state["batches_per_epoch"] != len(training.loader):
+        raise UsageError(
+            f"the data had {state['batches_per_epoch']} batches an epoch when the checkpoint was made "
+            f"and has {len(training.loader)} now, so samples would come twice or never; use the same "
+            "data, or start over with --fresh"
+        )
+    return position
+
+
+def _agreed_path(training: Training, run: RunDir | None) -> Path | None:
+    """Rank 0's directory, on every rank."""
+    config = training.config.checkpoint
+    wanted = bool(config.every or config.minutes or config.at_end)
+    path = run.file(CHECKPOINTS) if run is not None and wanted else None
+    group = training.mesh.world_group
+    if group is not None:
+        box = [path]
+        dist.broadcast_object_list(box, group_src=0, group=group)
+        path = box[0]
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _settle_buckets(training: Training, position: Position) -> None:
+    """Torch's replication lays its buckets out anew after the first step, and sums of several ranks
+    depend on the last bit on where in a bucket a number lies. A run that goes on is past its first step,
+    so one is run for that alone; what it leaves behind is overwritten by the checkpoint."""
+    if not isinstance(training.arranged.objective, Replicated):
+        return
+    training.arranged.train()
+    for batch in training.loader.epoch(position.epoch, position.batch):
+        training.forward_backward(training.to_device(batch), training.clock)
+        break
+    training.optimizer.zero_grad(set_to_none=True)
