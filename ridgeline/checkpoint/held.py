@@ -264,7 +264,8 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 def _hold_buffers(arranged: Arranged) -> State:
     """Running statistics and the like; where ranks have their own, the first one's count."""
     mesh = arranged.mesh
-    first = all(mesh.axis_rank(axis) == 0 for axis in mesh.sizes if axis != "pp")
+    apart = ("pp", "copies", "shard") if arranged.local_sync else ("pp",)
+    first = all(mesh.axis_rank(axis) == 0 for axis in mesh.sizes if axis not in apart)
     state: State = {}
     for part in arranged.parts:
         for name, buffer in saved_buffers(part).items():

@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.optim import Optimizer
 
 from ridgeline.checkpoint.files import DTYPES, Reader, find_damage
-from ridgeline.checkpoint.held import State, hold_state, write_own
+from ridgeline.checkpoint.held import Held, State, hold_state, write_own
 from ridgeline.checkpoint.manifest import (
     MODEL,
     OPTIMIZER,
@@ -89,7 +89,7 @@ def _problems(path: Path, rank: int, world: int, check: bool) -> list[str]:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's planner, which would take our tensors for something to make first."""
+    """Torch's planner, for values that are parts of tensors rather than tensors."""
 
     def set_up_planner(
         self,
@@ -98,6 +98,10 @@ class _Planner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        held: Held = self.state_dict[index.fqn]
+        return held.__get_tensor_shard__(index)
 
 
 @torch.no_grad()
