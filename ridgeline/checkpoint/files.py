@@ -145,7 +145,7 @@ class Reader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, np.memmap] = {}  # type: ignore[type-arg]
+        self._files: dict[str, np.memmap] = {}
 
     def read(self, chunk: Chunk, dtype: str) -> Tensor:
         """The whole box; a view of the mapped file, to be copied from."""

@@ -350,7 +350,8 @@ def _hold_own(arranged: Arranged) -> State:
 
 def _read_numpy() -> Tensor:
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return torch.tensor([*keys.tolist(), position, has_gauss, cached], dtype=torch.float64)
+    values = [*np.asarray(keys).tolist(), position, has_gauss, cached]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _write_numpy(values: Tensor) -> None:

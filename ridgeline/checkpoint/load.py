@@ -88,7 +88,7 @@ def _problems(path: Path, rank: int, world: int, check: bool) -> list[str]:
     return problems
 
 
-class _Planner(DefaultLoadPlanner):
+class _Planner(DefaultLoadPlanner):  # type: ignore[misc]
     """Torch's planner, for values that are parts of tensors rather than tensors."""
 
     def set_up_planner(
@@ -104,11 +104,10 @@ class _Planner(DefaultLoadPlanner):
         return held.__get_tensor_shard__(index)
 
 
-@torch.no_grad()
 def load_state(path: Path, manifest: Manifest, state: State) -> None:
     """Fill what `state` holds from the checkpoint; no rank waits for another."""
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(
             dict(state), storage_reader=BoxReader(path, manifest), planner=planner, no_dist=True

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ridgeline.checkpoint.held import State
-from ridgeline.checkpoint.manifest import Manifest, checkpoint_name
+from ridgeline.checkpoint.manifest import Manifest, StoredFile, checkpoint_name
 from ridgeline.checkpoint.retain import Keep, remove_old
 from ridgeline.checkpoint.storage import commit, write_boxes
 from ridgeline.errors import RunError
@@ -199,7 +200,7 @@ class Saver:
                 event = torch.cuda.Event()
                 event.record()
             self._event = event
-            return event.synchronize
+            return lambda: event.synchronize()
         self._copied.clear()
 
         def copy() -> None:
@@ -241,7 +242,9 @@ class Saver:
         manifest: Manifest,
         began: float,
     ) -> Outcome:
-        file, results, problem = None, [], ""
+        file: StoredFile | None = None
+        results: list[WriteResult] = []
+        problem = ""
         try:
             file, results = write_boxes(aside, self._rank, plan.items, lambda item: place[id(item)])
         except Exception as error:
@@ -250,7 +253,8 @@ class Saver:
         outcome = None
         if everyone is not None:
             outcome = self._finish(plan, everyone, aside, manifest, began)
-        return self._broadcast(outcome)
+        told: Outcome = self._broadcast(outcome)
+        return told
 
     def _finish(
         self, plan: _Plan, everyone: list[Any], aside: Path, manifest: Manifest, began: float

@@ -108,7 +108,7 @@ def commit(
     return target
 
 
-class BoxReader(StorageReader):
+class BoxReader(StorageReader):  # type: ignore[misc]
     """Reads from a checkpoint what a plan of torch's asks for, and no more."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
