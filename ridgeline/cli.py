@@ -40,26 +40,42 @@ Overrides = Annotated[
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="A recipe's name, a YAML file, or a run directory to go on with."),
+    ],
     overrides: Overrides = None,
     num_processes: Annotated[
         int | None,
         typer.Option("-n", "--num-processes", min=1, help="Ranks; default: one a GPU, else 1."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Where run directories are made.")] = Path("runs"),
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", help="The run directory itself: made, or gone on with if it is there."
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over, and put what was there aside.")
+    ] = False,
 ) -> None:
-    """Train a recipe on the devices of this machine."""
+    """Train a recipe on the devices of this machine, or go on with a run that was cut off."""
     from ridgeline.config import dump_config, find_recipe, load_config
     from ridgeline.rundir import CONFIG, RunDir
 
-    resolved = load_config(find_recipe(recipe), overrides or [])
-    config = resolved.config
+    if into is None and (Path(recipe) / CONFIG).is_file():
+        into, recipe = Path(recipe), str(Path(recipe) / CONFIG)
+    config = load_config(find_recipe(recipe), overrides or []).config
+    known = into is not None and (into / CONFIG).is_file()
     _require_torch()
-    count = num_processes or _default_processes(config)
+    count = num_processes or _default_processes(config, RunDir(into) if known and into else None)
     _check_before_start(config, count)
-    run = RunDir.create(out, config.name)
+    run = RunDir.create(out, config.name) if into is None else RunDir.at(into)
+    if fresh:
+        run.start_over()
     run.write_text(CONFIG, dump_config(config))
-    _run_ranks(config, count, run)
+    _run_ranks(config, count, run, is_new=not known)
     report = _write_report(run)
     typer.echo(f"run directory: {run.path}\nreport: {report}")
 
@@ -74,12 +90,19 @@ def _require_torch() -> None:
         ) from error
 
 
-def _default_processes(config: RunConfig) -> int:
-    """As many ranks as the layout says, else one a GPU where there are GPUs, else one."""
+def _default_processes(config: RunConfig, before: RunDir | None) -> int:
+    """As many ranks as the layout says, or as the run had before, else one a GPU, else one."""
     from ridgeline.layout import Layout
+    from ridgeline.rundir import LAYOUT
 
     said = Layout.parse(config.layout, "layout").world_size
-    if "dp" in config.layout or config.device == "cpu":
+    if "dp" in config.layout:
+        return said
+    if before is not None and before.file(LAYOUT).is_file():
+        last = Layout.parse(before.file(LAYOUT).read_text().strip(), LAYOUT)
+        if last.world_size % said == 0:
+            return last.world_size
+    if config.device == "cpu":
         return said
     import torch
 
@@ -101,7 +124,7 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
     check_names(config)
 
 
-def _run_ranks(config: RunConfig, num_processes: int, run: RunDir) -> None:
+def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, is_new: bool) -> None:
     """Start the ranks; whatever happens, the run directory says how it ended."""
     from ridgeline.launch.local import run_ranks
     from ridgeline.rundir import LOGS
@@ -118,7 +141,8 @@ def _run_ranks(config: RunConfig, num_processes: int, run: RunDir) -> None:
         raise RunError(f"interrupted; what was recorded so far is in {run.path}") from None
     except UsageError:
         # Nothing was trained: no directory is left behind for what was a slip of the pen.
-        shutil.rmtree(run.path, ignore_errors=True)
+        if is_new:
+            shutil.rmtree(run.path, ignore_errors=True)
         raise
     except RunError as error:
         _add_event(run, "failed", message=str(error))

@@ -167,6 +167,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    on_bad: str = "stop"
+    """stop, skip the batch, or rollback: to the last checkpoint, and past the batch without it."""
+    spike: float = 0.0
+    """A loss over so many times the median of those before is bad as well; 0: only what is no number."""
+    window: int = 50
+    """Losses that the median is taken of."""
+    most: int = 10
+    """Bad batches after which the run stops anyway."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     every: int = 10
     """Steps between exchanges of the losses among ranks and lines in `metrics.jsonl`."""
@@ -190,6 +202,7 @@ class RunConfig:
     ddp: DdpConfig = field(default_factory=DdpConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     layout: str = ""
     """Parallel arrangement in its text form, e.g. dp=2,precision=bf16."""
     axes: str = "pp,dp,cp,spatial,tp"
@@ -214,6 +227,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optim.name": ("adamw", "adam", "sgd"),
     "schedule.name": ("constant", "linear", "cosine", "step"),
     "log.tensorboard": ("auto", "yes", "no"),
+    "guard.on_bad": ("stop", "skip", "rollback"),
     "device": ("auto", "cpu", "cuda"),
 }
 
@@ -239,6 +253,9 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.minutes": 0,
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
+    "guard.spike": 0,
+    "guard.window": 1,
+    "guard.most": 0,
     "threads": 1,
 }
 

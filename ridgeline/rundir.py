@@ -200,6 +200,32 @@ class RunDir:
         raise UsageError(f"a thousand runs named {name}-{stamp} exist under {root}; choose another")
 
     @classmethod
+    def at(cls, path: Path) -> RunDir:
+        """The directory `path` itself, made if it is not there; a requeued job finds its run again."""
+        if path.is_dir() and any(path.iterdir()) and not (path / CONFIG).exists():
+            raise UsageError(
+                f"{path} holds something that is no run (no {CONFIG}); choose another directory"
+            )
+        try:
+            (path / LOGS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run directory {path} ({error.strerror}); choose another place"
+            ) from error
+        return cls(path)
+
+    def start_over(self) -> None:
+        """Put aside what a run has left here, so that the next begins at step 0; nothing is deleted."""
+        left = [path for path in self.path.iterdir() if not path.name.startswith("before-")]
+        if [path.name for path in left] == [LOGS]:
+            return
+        aside = self.path / f"before-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')}"
+        aside.mkdir()
+        for path in left:
+            path.rename(aside / path.name)
+        (self.path / LOGS).mkdir()
+
+    @classmethod
     def open(cls, path: Path) -> RunDir:
         """An existing run directory; one that holds no configuration is none."""
         if not path.is_dir():

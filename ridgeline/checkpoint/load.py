@@ -47,6 +47,7 @@ class Found:
     manifest: Manifest
     damaged: tuple[str, ...] = ()
     """One sentence for each newer one that is not whole."""
+    damaged_paths: tuple[Path, ...] = ()
 
 
 def find_newest(
@@ -58,6 +59,7 @@ def find_newest(
     if group is not None:
         dist.broadcast_object_list(box, group_src=0, group=group)
     damaged: list[str] = []
+    paths: list[Path] = []
     for name in reversed(box[0]):
         path = directory / name
         problems = _problems(path, rank, world, check)
@@ -66,7 +68,8 @@ def find_newest(
             dist.all_gather_object(everyone, problems, group=group)
             problems = list(dict.fromkeys(p for part in everyone for p in part))
         if not problems:
-            return Found(path, read_manifest(path), tuple(damaged))
+            return Found(path, read_manifest(path), tuple(damaged), tuple(paths))
+        paths.append(path)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         damaged.append(f"checkpoint {name} is not whole: {problems[0]}{more}")
     if damaged:
@@ -176,8 +179,8 @@ def _match(
                 f"{path} {list(shape)}; use the recipe it was made with, or start over with --fresh"
             )
         wanted[source] = held
-    _forget(optimizer, arranged, manifest)
     _require_all(manifest, path, arranged, optimizer)
+    _forget(optimizer, arranged, manifest)
     notes = []
     if not is_same:
         notes.append(f"the checkpoint is of layout {manifest.layout}, read into {arranged.layout}")
@@ -195,22 +198,22 @@ def _forget(optimizer: Optimizer, arranged: Arranged, manifest: Manifest) -> Non
 
 
 def _require_all(manifest: Manifest, path: Path, arranged: Arranged, optimizer: Optimizer) -> None:
-    """The checkpoint has nothing that the run does not know of."""
-    keys = {key for state in optimizer.state.values() for key in state}
+    """The checkpoint is of this model and of this optimizer, and of no more than these."""
     for name in manifest.tensors:
-        if name.startswith(MODEL):
-            mine = name.removeprefix(MODEL)
-            if mine not in arranged.state_names:
-                raise UsageError(
-                    f"the checkpoint {path} has {mine} and the model has not; use the recipe it was "
-                    "made with, or start over with --fresh"
-                )
-        elif name.startswith(OPTIMIZER) and keys and name.split("/")[1] not in keys:
+        mine = name.removeprefix(MODEL)
+        if name.startswith(MODEL) and mine not in arranged.state_names:
             raise UsageError(
-                f"the checkpoint {path} has the optimizer's {name.split('/')[1]}, which "
-                f"{type(optimizer).__name__} does not keep; use the optimizer it was made with, or "
-                "start over with --fresh"
+                f"the checkpoint {path} has {mine} and the model has not; use the recipe it was made "
+                "with, or start over with --fresh"
             )
+    has = {key for state in optimizer.state.values() for key in state}
+    had = {name.split("/")[1] for name in manifest.tensors if name.startswith(OPTIMIZER)}
+    if has != had and manifest.step:
+        raise UsageError(
+            f"the checkpoint {path} has {', '.join(sorted(had)) or 'nothing'} of an optimizer, and "
+            f"{type(optimizer).__name__} keeps {', '.join(sorted(has)) or 'nothing'}; use the optimizer "
+            "it was made with, or start over with --fresh"
+        )
 
 
 def _read_own(path: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:

@@ -132,6 +132,14 @@ def clear_unfinished(directory: Path) -> list[str]:
     return removed
 
 
+def put_aside(path: Path) -> None:
+    """Take a damaged checkpoint out of the line, so that it does not count as one that is kept; the last
+    such is left for whoever wants to look at it."""
+    for old in path.parent.glob("step-*.damaged"):
+        shutil.rmtree(old, ignore_errors=True)
+    path.rename(path.with_name(f"{path.name}.damaged"))
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write it and wait until it is on disk."""
     names = list(manifest.files)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ridgeline.checkpoint.held import hold_state
 from ridgeline.checkpoint.load import Found, find_newest, load_training
-from ridgeline.checkpoint.manifest import Manifest, clear_unfinished
+from ridgeline.checkpoint.manifest import Manifest, clear_unfinished, put_aside
 from ridgeline.checkpoint.retain import Keep
 from ridgeline.checkpoint.save import Outcome, Saver
 from ridgeline.config import dump_config
@@ -22,6 +22,7 @@ from ridgeline.errors import UsageError
 from ridgeline.launch.env import recorded_environment
 from ridgeline.parallel.ddp import Replicated
 from ridgeline.rundir import CHECKPOINTS, RunDir
+from ridgeline.train.guard import BadBatch
 from ridgeline.train.position import Position
 from ridgeline.train.setup import Training
 
@@ -34,9 +35,13 @@ class Checkpoints:
         self._config = training.config.checkpoint
         self._metrics: dict[str, float] = {}
         self._last_saved = -1
+        self._waits = False
+        """Whether one fell due while the one before was still being written."""
         self._last_time = time.monotonic()
         self.skipped: list[list[int]] = []
-        """[epoch, batch] of batches that were left out for what they did to the loss."""
+        """[epoch, batch] of batches that are left out for what they did to the loss."""
+        self._always_skipped: list[list[int]] = []
+        """Those found since the start, which an older checkpoint does not know of."""
         mesh = training.mesh
         path = _agreed_path(training, run)
         self._saver: Saver | None = None
@@ -68,7 +73,11 @@ class Checkpoints:
         if self._training.mesh.is_main:
             clear_unfinished(self._directory)
         rank = self._training.mesh.env.rank
-        return find_newest(self._directory, rank, self._group, self._config.check)
+        found = find_newest(self._directory, rank, self._group, self._config.check)
+        if found is not None and self._training.mesh.is_main:
+            for path in reversed(found.damaged_paths):
+                put_aside(path)
+        return found
 
     def restore(self, found: Found) -> tuple[Position, list[str]]:
         """Bring the run to where the checkpoint was made; sentences for the user."""
@@ -81,16 +90,29 @@ class Checkpoints:
         if scaler is not None and state.get("scaler"):
             scaler.load_state_dict(state["scaler"])
         self._metrics = dict(found.manifest.metrics)
-        self.skipped = [list(pair) for pair in state.get("skipped", [])]
+        known = [list(pair) for pair in state.get("skipped", [])]
+        self.skipped = known + [pair for pair in self._always_skipped if pair not in known]
         self._last_saved = position.step
         self._last_time = time.monotonic()
         return position, notes
 
+    def add_skipped(self, bad: BadBatch) -> bool:
+        """Never learn from this batch again; whether that is news, and the run has to go back."""
+        pair = [bad.epoch, bad.batch]
+        if pair in self.skipped:
+            return False
+        self._always_skipped.append(pair)
+        self.outcomes(wait=True)
+        return True
+
     # Saving
 
     def is_due(self, step: int) -> bool:
-        """By the count of steps, which all ranks know."""
-        return bool(self._config.every) and step % self._config.every == 0
+        """By the count of steps, which all ranks know; one that had to wait is tried again soon."""
+        every = self._config.every
+        if self._waits and step % max(1, every // 10) == 0:
+            return True
+        return bool(every) and step % every == 0
 
     def is_late(self) -> bool:
         """By the clock, which ranks have to agree on."""
@@ -109,14 +131,11 @@ class Checkpoints:
         began = self._saver.save(
             state, self._manifest(position), wait or not self._config.background
         )
+        self._waits = not began
         if began:
             self._last_saved = position.step
         self._last_time = time.monotonic()
-        done = self.outcomes(wait)
-        if not began:
-            text = "the one before is still being written: the disk is slower than checkpoint.every"
-            done.append(Outcome(position.step, None, text))
-        return done
+        return self.outcomes(wait)
 
     def outcomes(self, wait: bool = False) -> list[Outcome]:
         if self._saver is None:

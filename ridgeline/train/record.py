@@ -47,6 +47,7 @@ class Recorder:
         self._cuda = training.mesh.device.type == "cuda"
         self._open: list[StepResult] = []
         self._windows: deque[_Window] = deque()
+        self._stops_at_nan = training.config.guard.on_bad == "stop"
         self._unchecked: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self._times: deque[Times] = deque(maxlen=_KEPT_TIMES)
         self._num_steps = 0
@@ -101,7 +102,7 @@ class Recorder:
             self._require_finite(step, value.item())
 
     def _require_finite(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) and self._stops_at_nan:
             rank = self._training.mesh.env.rank
             raise RunError(
                 f"loss is {loss} at step {step} on rank {rank}; the run stopped there. Lower train.lr "

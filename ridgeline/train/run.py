@@ -24,6 +24,7 @@ from ridgeline.rundir import CONFIG, ENV, FACTS, LAYOUT, WEIGHTS, EvalRecord, Ru
 from ridgeline.train.board import Board
 from ridgeline.train.checkpoints import Checkpoints
 from ridgeline.train.evaluate import evaluate
+from ridgeline.train.guard import BadBatch, Guard
 from ridgeline.train.loop import train_loop
 from ridgeline.train.position import Position
 from ridgeline.train.progress import build_progress
@@ -52,6 +53,8 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
     training = build_training(config, env)
     checkpoints = Checkpoints(training, run)
     training = replace(training, update=_after_release(checkpoints, training.update))
+    guard = Guard(training, lambda: checkpoints.skipped)
+    training = guard.training
     main_run = run if training.mesh.is_main else None
     log = _Log(training, main_run)
     samples = SampleLog(training, run)
@@ -60,14 +63,25 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
     last: StepRecord | None = None
     try:
         start = _go_on(checkpoints, log)
+        if config.guard.on_bad == "rollback" and start.step == 0:
+            log.saves(checkpoints.save(start, wait=True))  # there is something to go back to
         metrics = dict(checkpoints.metrics)
         reached = reaches(metrics, config.train.target, training.task) if metrics else False
         position = start
-        for result in () if reached else train_loop(training, start):
+        steps = train_loop(training, start)
+        while not reached and (result := next(steps, None)) is not None:
             position = result.position
             last = log.steps(recorder.add(result)) or last
             samples.add(result)
             log.note(trace.after(result.step - start.step, main_run))
+            if bad := guard.take():
+                log.bad_batch(result.step, bad, config.guard.on_bad)
+                if config.guard.on_bad == "rollback" and checkpoints.add_skipped(bad):
+                    last = log.steps(recorder.flush()) or last
+                    steps.close()
+                    position = _go_on(checkpoints, log)
+                    steps = train_loop(training, position)
+                    continue
             if _evaluation_due(result, training) and training.eval_loader is not None:
                 last = log.steps(recorder.flush()) or last
                 checkpoints.release()  # an evaluation brings replicas together
@@ -80,8 +94,6 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
             if checkpoints.is_due(result.step):
                 log.saves(checkpoints.save(position))
             log.saves(checkpoints.outcomes())
-            if reached:
-                break
         last = log.steps(recorder.flush()) or last
         log.ranks(recorder)
         checkpoints.release()
@@ -217,6 +229,11 @@ class _Log:
     def event(self, event: str, **details: object) -> None:
         if self._run is not None:
             self._run.add_event(event, **details)
+
+    def bad_batch(self, step: int, bad: BadBatch, action: str) -> None:
+        details = {"epoch": bad.epoch, "batch": bad.batch, "loss": bad.loss, "reason": bad.reason}
+        self.event("bad-batch", step=step, action=action, **details)
+        self.note(f"batch {bad.batch} of epoch {bad.epoch}: {bad.reason}; {action}")
 
     def saves(self, outcomes: list[Outcome]) -> None:
         """How checkpoints ended: an event each, and a word to the user when one could not be written."""

@@ -1,0 +1,277 @@
+"""Runs in this process that are cut off, go on, and meet bad batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ridgeline import rundir
+from ridgeline.checkpoint.manifest import MANIFEST, list_checkpoints, read_manifest
+from ridgeline.config import dump_config, load_config
+from ridgeline.errors import RunError, UsageError
+from ridgeline.launch.env import read_rank_env
+from ridgeline.rundir import CHECKPOINTS, RunDir
+from ridgeline.train import checkpoints as checkpoints_module
+from ridgeline.train.run import Summary, run_training
+
+BASE = (
+    "model.name=mlp",
+    "model.args={in_features: 16, hidden: 24, depth: 1, out_features: 3}",
+    "data.source=synthetic",
+    "data.args={task: classify, shape: [4, 4], classes: 3, samples: 64, distinct: 64,"
+    " eval_samples: 24}",
+    "train.batch=8",
+    "train.steps=20",
+    "optim.name=adamw",
+    "train.lr=0.01",
+    "log.tensorboard=no",
+    "log.samples=true",
+    "checkpoint.every=3",
+    "checkpoint.keep=3",
+    "checkpoint.background=false",  # steps of microseconds are over before a disk has turned
+    "device=cpu",
+    "threads=1",
+)
+
+POISON = """
+import torch
+from torch import nn
+
+LIMIT = {limit}
+
+class Net(nn.Module):
+    '''Gives no number for one sample of the data.'''
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        bad = (x[:, 0] >= LIMIT).any() and self.training
+        return self.layer(self.norm(x * float('nan') if bad else x))
+"""
+
+
+def run_in(path: Path, *overrides: str) -> tuple[Summary, RunDir]:
+    run = RunDir.at(path)
+    config = load_config(None, [*BASE, *overrides]).config
+    run.write_text(rundir.CONFIG, dump_config(config))
+    return run_training(config, read_rank_env({}), run), run
+
+
+def weights(run: RunDir) -> dict[str, torch.Tensor]:
+    return load_file(run.file(rundir.WEIGHTS))
+
+
+def same(a: RunDir, b: RunDir) -> bool:
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def events(run: RunDir, name: str) -> list[dict[str, Any]]:
+    return [e.details for e in run.events() if e.event == name]
+
+
+class Died(Exception):
+    pass
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The process is gone before the step is recorded; nothing is put in order."""
+    from ridgeline.train.record import Recorder
+
+    real = Recorder.add
+
+    def add(self: Recorder, result: Any) -> Any:
+        if result.step == step:
+            raise Died
+        return real(self, result)
+
+    monkeypatch.setattr(Recorder, "add", add)
+
+
+def test_a_run_that_died_goes_on_as_if_it_had_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, whole = run_in(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        die_at(patch, 14)
+        with pytest.raises(Died):
+            run_in(tmp_path / "cut")
+    summary, cut = run_in(tmp_path / "cut")
+    assert summary.num_steps == 20
+    assert same(whole, cut)
+    assert [r.loss for r in cut.steps()] == [r.loss for r in whole.steps()]
+    assert events(cut, "resume") == [{"step": 12, "checkpoint": "step-00000012", "passed_over": []}]
+    # Every sample once an epoch: eight steps of eight samples are the 64 there are.
+    lines = [json.loads(x) for x in cut.file("samples/rank-0.jsonl").read_text().splitlines()]
+    newest = {line["step"]: line for line in lines}
+    for epoch in (0, 1):
+        used = [i for line in newest.values() if line["epoch"] == epoch for i in line["samples"]]
+        assert sorted(used) == list(range(64))
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    _, long = run_in(tmp_path / "long")
+    run_in(tmp_path / "short", "train.steps=11")
+    _, short = run_in(tmp_path / "short")
+    assert same(long, short)
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "flip-manifest", "missing", "no-manifest"])
+def test_a_damaged_newest_falls_back_and_says_so(tmp_path: Path, harm: str) -> None:
+    _, whole = run_in(tmp_path / "whole")
+    _, run = run_in(tmp_path / "run", "train.steps=12")
+    newest = list_checkpoints(run.file(CHECKPOINTS))[-1]
+    assert newest.name == "step-00000012"
+    file = newest / ("manifest.json" if "manifest" in harm else "rank-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    if harm == "truncate":
+        file.write_bytes(data[:-7])
+    elif harm.startswith("flip"):
+        data[len(data) * 2 // 3] ^= 4
+        file.write_bytes(data)
+    else:
+        file.unlink()
+    _, run = run_in(tmp_path / "run")
+    (resumed,) = events(run, "resume")
+    assert resumed["step"] == 9
+    assert len(resumed["passed_over"]) == 1
+    assert resumed["passed_over"][0].startswith("checkpoint step-00000012 is not whole: ")
+    assert same(whole, run)
+    assert read_manifest(list_checkpoints(run.file(CHECKPOINTS))[-1]).step == 20
+
+
+def test_no_checkpoint_that_is_whole_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    _, run = run_in(tmp_path / "run", "train.steps=3")
+    for path in list_checkpoints(run.file(CHECKPOINTS)):
+        (path / MANIFEST).unlink()
+    with pytest.raises(RunError, match=r"is whole: .*--fresh"):
+        run_in(tmp_path / "run")
+
+
+def test_a_save_that_was_cut_off_is_never_seen(tmp_path: Path) -> None:
+    _, run = run_in(tmp_path / "run", "train.steps=6")
+    unfinished = run.file(CHECKPOINTS) / ".step-00000009-1.part"
+    unfinished.mkdir()
+    (unfinished / "rank-00000.safetensors").write_bytes(b"half")
+    run_in(tmp_path / "run")
+    assert events(run, "resume")[-1]["step"] == 6
+    assert not unfinished.exists()
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    keep = ("checkpoint.keep=2", "checkpoint.keep_every=6", "checkpoint.keep_best=loss")
+    _, run = run_in(tmp_path / "run", *keep, "train.eval_every=3", "train.lr=0.5")
+    found = {path.name for path in list_checkpoints(run.file(CHECKPOINTS))}
+    best = min(run.evals()[:-1], key=lambda record: record.metrics["loss"])
+    last = {"step-00000018", "step-00000020"}
+    assert found >= last | {"step-00000006", "step-00000012"}
+    assert found <= last | {"step-00000006", "step-00000012", f"step-{best.step:08d}"} | {
+        f"step-{run.evals()[-1].step:08d}"
+    }
+
+
+def test_another_model_or_seed_is_refused(tmp_path: Path) -> None:
+    run_in(tmp_path / "run", "train.steps=3")
+    with pytest.raises(UsageError, match=r"shape \[25, 16\].*--fresh"):
+        run_in(tmp_path / "run", "model.args.hidden=25")
+    with pytest.raises(UsageError, match=r"has exp_avg, .*SGD keeps nothing"):
+        run_in(tmp_path / "run", "optim.name=sgd")
+    with pytest.raises(UsageError, match=r"train\.seed=0 .* same seed"):
+        run_in(tmp_path / "run", "train.seed=1")
+    with pytest.raises(UsageError, match=r"24 samples into an epoch.*train.batch=16"):
+        run_in(tmp_path / "run", "train.batch=16")
+    with pytest.raises(UsageError, match="batches an epoch"):
+        run_in(tmp_path / "run", "data.args.samples=80", "data.args.distinct=80")
+
+
+def test_a_disk_that_is_full_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ridgeline.checkpoint import save as save_module
+
+    real = save_module.write_boxes
+    full = [True]
+
+    def write(aside: Path, *args: Any) -> Any:
+        if full[0] and ".step-00000006" in aside.name:
+            raise OSError(28, "No space left on device")
+        return real(aside, *args)
+
+    monkeypatch.setattr(save_module, "write_boxes", write)
+    saver = checkpoints_module.Saver
+    monkeypatch.setattr(
+        checkpoints_module, "Saver", lambda *args: saver(*args, retry_after_s=(0.01,))
+    )
+    _, run = run_in(tmp_path / "run")
+    (failed,) = events(run, "checkpoint-failed")
+    assert failed == {"step": 6, "problem": "rank 0: No space left on device"}
+    assert [e["step"] for e in events(run, "checkpoint")] == [3, 9, 12, 15, 18, 20]
+    # A disk that recovers in time is tried again.
+    full[0] = True
+    monkeypatch.setattr(save_module.time, "sleep", lambda _: full.__setitem__(0, False))
+    _, run = run_in(tmp_path / "again")
+    assert not events(run, "checkpoint-failed")
+
+
+@pytest.fixture
+def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model that gives no number for one sample of the data."""
+    from ridgeline.data.build import build_sources
+
+    config = load_config(None, BASE).config
+    source, _ = build_sources(config.data.source, config.data.args, config.train.seed)
+    inputs, _ = source.fetch(np.arange(64), 0)
+    first = inputs.flatten(1)[:, 0]
+    largest, second = first.sort(descending=True).values[:2].tolist()
+    assert largest > second
+    (tmp_path / "poison_net.py").write_text(POISON.format(limit=(largest + second) / 2))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "model={name: 'poison_net:Net'}"
+
+
+def test_a_bad_batch_stops_the_run(tmp_path: Path, poison: str) -> None:
+    with pytest.raises(RunError, match="loss is nan at step"):
+        run_in(tmp_path / "run", poison)
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_a_bad_batch_leaves_no_trace(tmp_path: Path, poison: str, action: str) -> None:
+    _, run = run_in(tmp_path / "run", poison, f"guard.on_bad={action}")
+    bad = events(run, "bad-batch")
+    assert bad
+    assert all(entry["action"] == action for entry in bad)
+    assert all(torch.isfinite(value.float()).all() for value in weights(run).values())
+    first = bad[0]["batch"]
+    resumed = events(run, "resume")
+    assert (len(resumed) > 0) == (action == "rollback")
+    if action == "rollback":
+        # Back to the checkpoint before it, and past it the second time without going back again.
+        assert resumed[0]["step"] == first // 3 * 3
+        assert [e["batch"] for e in bad[:2]] == [first, first]
+
+
+def test_skipping_and_rolling_back_learn_the_same(tmp_path: Path, poison: str) -> None:
+    _, skipped = run_in(tmp_path / "skip", poison, "guard.on_bad=skip")
+    _, rolled = run_in(tmp_path / "roll", poison, "guard.on_bad=rollback")
+    assert same(skipped, rolled)
+
+
+def test_a_spike_is_bad_too(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is usual; the run stopped"):
+        run_in(tmp_path / "run", "guard.spike=1.0001", "train.lr=5.0", "checkpoint.every=0")
+    with pytest.raises(RunError, match="stopped after 0 bad batches"):
+        run_in(
+            tmp_path / "more",
+            "guard.spike=1.0001",
+            "train.lr=5.0",
+            "guard.on_bad=skip",
+            "guard.most=0",
+        )
