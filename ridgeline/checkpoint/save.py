@@ -109,11 +109,15 @@ class Saver:
         assert plan is not None
         self._count += 1
         began = time.perf_counter()
-        copy = self._start_copy(state, plan)
+        if wait and self._stream is None:
+            # The weights stand still until it is written, so they need not be copied.
+            sources, copy = [_view(state, item) for item in plan.items], _nothing
+        else:
+            sources, copy = self._host_copies(state, plan), self._start_copy(state, plan)
         aside = self._directory / f".{checkpoint_name(manifest.step)}-{self._count}.part"
         self._thread = threading.Thread(
             target=self._write,
-            args=(copy, plan, aside, manifest, began),
+            args=(copy, sources, plan, aside, manifest, began),
             name="ridgeline-save",
             daemon=True,
         )
@@ -175,12 +179,16 @@ class Saver:
         if isinstance(mine, str):
             raise RunError(f"the checkpoint cannot be planned: {mine}")
         items = planner.finish_plan(mine).items
-        copies = [self._host_memory(_view(state, item)) for item in items]
-        return _Plan(_structure(state), items, metadata, copies)
+        return _Plan(_structure(state), items, metadata, [])
 
-    def _host_memory(self, view: Tensor) -> Tensor:
-        pinned = self._stream is not None and view.is_cuda
-        return torch.empty(view.shape, dtype=view.dtype, pin_memory=pinned)
+    def _host_copies(self, state: State, plan: _Plan) -> list[Tensor]:
+        """Host memory for what this rank writes, kept for the next save."""
+        if not plan.copies:
+            for item in plan.items:
+                view = _view(state, item)
+                pinned = self._stream is not None and view.is_cuda
+                plan.copies.append(torch.empty(view.shape, dtype=view.dtype, pin_memory=pinned))
+        return plan.copies
 
     def _start_copy(self, state: State, plan: _Plan) -> Callable[[], None]:
         """Copy what changes at any time now; returns the rest of the work, for the thread."""
@@ -217,12 +225,13 @@ class Saver:
     def _write(
         self,
         copy: Callable[[], None],
+        sources: list[Tensor],
         plan: _Plan,
         aside: Path,
         manifest: Manifest,
         began: float,
     ) -> None:
-        place = {id(item): host for item, host in zip(plan.items, plan.copies, strict=True)}
+        place = {id(item): values for item, values in zip(plan.items, sources, strict=True)}
         try:
             copy()
             for pause in (*self._retry, None):
@@ -317,6 +326,10 @@ def _structure(state: State) -> tuple[Any, ...]:
     return tuple(
         (name, held.shape, held.dtype, held.boxes, held.is_offered) for name, held in state.items()
     )
+
+
+def _nothing() -> None:
+    return
 
 
 def _reason(error: Exception) -> str:
