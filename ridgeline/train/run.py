@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ridgeline.checkpoint.save import Outcome
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
+from ridgeline.errors import RunError
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
 from ridgeline.optim.update import Update
 from ridgeline.parallel.gather import full_state
@@ -26,6 +27,7 @@ from ridgeline.train.checkpoints import Checkpoints
 from ridgeline.train.evaluate import evaluate
 from ridgeline.train.guard import BadBatch, Guard
 from ridgeline.train.loop import train_loop
+from ridgeline.train.memory import is_out_of_memory, tell_budget, tell_no_start
 from ridgeline.train.position import Position
 from ridgeline.train.progress import build_progress
 from ridgeline.train.record import Recorder
@@ -50,7 +52,7 @@ class Summary:
 def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> Summary:
     """Build, go on from the newest checkpoint of `run`, train, evaluate; every rank calls this, rank 0
     writes records to `run` and to the terminal."""
-    training = build_training(config, env)
+    training = _build(config, env)
     checkpoints = Checkpoints(training, run)
     training = replace(training, update=_after_release(checkpoints, training.update))
     guard = Guard(training, lambda: checkpoints.skipped)
@@ -105,8 +107,10 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
         if config.checkpoint.at_end:
             log.saves(checkpoints.save(position, wait=True))
         log.saves(checkpoints.outcomes(wait=True))
-    except Exception:
+    except Exception as error:
         log.steps(recorder.salvage())
+        if is_out_of_memory(error):
+            raise RunError(tell_budget(training, error)) from error
         raise
     finally:
         log.close()
@@ -122,6 +126,15 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
             reached_target=reached,
         )
     return Summary(position.step, final_loss, metrics, reached)
+
+
+def _build(config: RunConfig, env: RankEnv) -> Training:
+    try:
+        return build_training(config, env)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise RunError(tell_no_start(config, env.rank, error)) from error
+        raise
 
 
 def _after_release(checkpoints: Checkpoints, update: Update) -> Update:
