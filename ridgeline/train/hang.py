@@ -73,14 +73,9 @@ class Account:
     def line(self) -> str:
         """The line of code it is in: the innermost that is neither Python's own nor torch's."""
         for text in self.stack if self.missing else reversed(self.stack):
-            if (
-                "/site-packages/" not in text
-                and "/lib/python" not in text
-                and ", in " in text + ","
-            ):
-                match = re.search(r'File "([^"]+)", line (\d+)(?:,)? in (\w+)', text)
-                if match:
-                    return f"{Path(match[1]).name}:{match[2]} in {match[3]}"
+            found = re.search(r'File "([^"<]+)", line (\d+),? in (\w+)', text)
+            if found and "/site-packages/" not in found[1] and "/lib/python" not in found[1]:
+                return f"{Path(found[1]).name}:{found[2]} in {found[3]}"
         return ""
 
 
