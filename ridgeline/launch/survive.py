@@ -230,12 +230,9 @@ def _stated(layout: Layout) -> str:
 
 
 def newest_checkpoint(run: RunDir) -> str:
-    """The name of the newest whole checkpoint, or empty: half-written ones have hidden names."""
-    folder = run.file(CHECKPOINTS)
-    if not folder.is_dir():
-        return ""
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
-    return max((name for name in names if name[0] not in "._"), default="")
+    """The name of the newest checkpoint, or empty; those half written or damaged have other names."""
+    paths = run.file(CHECKPOINTS).glob("step-*")
+    return max((path.name for path in paths if not path.suffix), default="")
 
 
 def _answers(slot: int) -> bool:

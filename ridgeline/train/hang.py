@@ -193,8 +193,8 @@ def tell(accounts: Sequence[Account], num_ranks: int, limit_s: float) -> tuple[s
         states = {seen[r].phase for r in silent if r in seen}
         how = f" (its process is {states.pop()})" if len(states) == 1 and len(silent) == 1 else ""
         what = f"{_ranks(silent)} stopped answering at step {step}{how}"
-        lines = [seen[r].line for r in silent if r in seen and seen[r].line]
-        what += f", in {lines[0]}" if lines else ""
+        lines = [seen[r].line for r in silent if r in seen and seen[r].phase == "running"]
+        what += f", in {lines[0]}" if any(lines) else ""
         culprit = silent[0]
     elif stuck:
         first = stuck[0]
