@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError
 
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
@@ -59,6 +59,12 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over, and put what was there aside.")
     ] = False,
+    restarts: Annotated[
+        int | None, typer.Option(min=0, help="restart.times: restarts after a rank failed.")
+    ] = None,
+    min_ranks: Annotated[
+        int | None, typer.Option(min=1, help="restart.min_ranks: go on with as few ranks as this.")
+    ] = None,
 ) -> None:
     """Train a recipe on the devices of this machine, or go on with a run that was cut off."""
     from ridgeline.config import dump_config, find_recipe, load_config
@@ -66,7 +72,9 @@ def train(
 
     if into is None and (Path(recipe) / CONFIG).is_file():
         into, recipe = Path(recipe), str(Path(recipe) / CONFIG)
-    config = load_config(find_recipe(recipe), overrides or []).config
+    said = {"restart.times": restarts, "restart.min_ranks": min_ranks}
+    options = [f"{key}={value}" for key, value in said.items() if value is not None]
+    config = load_config(find_recipe(recipe), [*(overrides or []), *options]).config
     known = into is not None and (into / CONFIG).is_file()
     _require_torch()
     count = num_processes or _default_processes(config, RunDir(into) if known and into else None)
@@ -126,14 +134,15 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
 
 def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, is_new: bool) -> None:
     """Start the ranks; whatever happens, the run directory says how it ended."""
-    from ridgeline.launch.local import run_ranks
-    from ridgeline.rundir import LOGS
+    from ridgeline.launch.survive import run_job
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threads = config.threads or max(1, _num_cores() // num_processes)
-    command = ["-m", "ridgeline.train.worker", str(run.path)]
     try:
-        run_ranks(command, num_processes, run.file(LOGS), threads)
+        run_job(config, num_processes, run, _num_cores())
+    except Requeue:
+        _show_cursor()
+        _write_report(run)
+        raise
     except KeyboardInterrupt:
         _add_event(run, "interrupted")
         _show_cursor()

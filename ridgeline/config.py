@@ -191,6 +191,25 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class RestartConfig:
+    times: int | None = None
+    """Restarts after a rank failed, counted anew with each new checkpoint; None: 3 where there is a
+    checkpoint to go on from, else 0, because work that starts over is for its owner to decide."""
+    min_ranks: int | None = None
+    """Go on with as few ranks as this when one keeps failing; None always uses all."""
+    regrow_minutes: float = 30.0
+    """After so long with fewer ranks, save and start all of them again; 0 never does."""
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    timeout_s: float = 600.0
+    """A rank that makes no progress for so long ends the run with a table of where each is; 0: off."""
+    first_step_s: float = 1800.0
+    """The same for the first step, which may compile, and while checkpoints are read and written."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     name: str = "run"
     """Start of the run directory's name."""
@@ -203,6 +222,8 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     layout: str = ""
     """Parallel arrangement in its text form, e.g. dp=2,precision=bf16."""
     axes: str = "pp,dp,cp,spatial,tp"
@@ -256,6 +277,11 @@ _AT_LEAST: dict[str, float] = {
     "guard.spike": 0,
     "guard.window": 1,
     "guard.most": 0,
+    "restart.times": 0,
+    "restart.min_ranks": 1,
+    "restart.regrow_minutes": 0,
+    "watch.timeout_s": 0,
+    "watch.first_step_s": 0,
     "threads": 1,
 }
 

@@ -1,4 +1,4 @@
-"""The two ways a command ends badly, and how an unknown word is reported.
+"""The ways a command ends before its work is done, and how an unknown word is reported.
 
 Every room raises one of these for anything the user can cause; `cli.py` turns them into one line on
 standard error and an exit code. Anything else that escapes is a bug of ours and keeps its traceback.
@@ -20,6 +20,13 @@ class RunError(Exception):
     """What was asked is fine but went wrong while it ran. Exit code 1."""
 
     exit_code = 1
+
+
+class Requeue(RunError):
+    """A run that was asked to stop and can go on. Exit code 75, which asks for it to be started again:
+    `EX_TEMPFAIL` of sysexits.h, free of meaning for shells, Python and schedulers."""
+
+    exit_code = 75
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:

@@ -105,7 +105,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened once: start, end, failed, interrupted, target-reached, note."""
+    """Something that happened once: start, end, failed, interrupted, stopped, restart, straggler."""
 
     time: float
     event: str
@@ -119,6 +119,14 @@ _KINDS: dict[str, type[StepRecord] | type[EvalRecord] | type[RankRecord]] = {
     "step": StepRecord,
     "eval": EvalRecord,
     "rank": RankRecord,
+}
+_STATUS = {
+    "start": "running",
+    "restart": "running",
+    "end": "finished",
+    "failed": "failed",
+    "interrupted": "interrupted",
+    "stopped": "stopped",
 }
 _KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
 
@@ -299,13 +307,9 @@ class RunDir:
         return [event for event in built if event is not None]
 
     def status(self) -> str:
-        """How the run ended: its last closing event, or `running` (or killed) when there is none."""
-        names = {
-            "start": "running",
-            "end": "finished",
-            "failed": "failed",
-            "interrupted": "interrupted",
-            "stopped": "stopped",
-        }
-        told = [names[e.event] for e in self.events() if e.event in names]
-        return told[-1] if told else "running"
+        """How the run ended: its closing event, or `running` (or killed) when none came after the
+        last start. A run that `stopped` was asked to, and can go on."""
+        status = "running"
+        for event in self.events():
+            status = _STATUS.get(event.event, status)
+        return status

@@ -42,8 +42,9 @@ _MAX_INDICES_SHOWN = 16
 _JOIN_TIMEOUT_S = 10.0
 # What torch raises for a worker that is gone: its own check, or the broken connection to it.
 _WORKER_ERRORS = (RuntimeError, OSError, EOFError)
-# Ctrl-C and a scheduler's warning reach every process of the job; only the trainer acts on them.
-_TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# Ctrl-C and a scheduler's warnings reach every process of the job; only the trainer acts on them, and
+# the workers end when it does.
+_TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass

@@ -14,6 +14,12 @@ from dataclasses import dataclass
 
 from ridgeline.errors import UsageError
 
+LAUNCHER = "RIDGELINE_LAUNCHER"
+"""Holds the process id of `ridgeline train` in the ranks it starts."""
+
+RANK_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000"}
+"""Torch keeps the last collectives of a rank, so that a hang can name the one it waits in."""
+
 _RECORDED_PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "SLURM_JOB")
 _RECORDED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CI")
 # Values of variables whose names say that they hold a secret are left out even when allowed above.
@@ -33,6 +39,8 @@ class RankEnv:
     master_port: int
     source: str
     """What the values were read from: `torchrun` or `single process`."""
+    attempt: int = 0
+    """How often the agent has started these ranks again."""
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
@@ -52,7 +60,28 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_whole_number(env, "MASTER_PORT", default=0),
         source="torchrun",
+        attempt=_whole_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
+
+
+def prepare_rank() -> None:
+    """What torch has to find in the environment of a rank before it is imported."""
+    for name, value in RANK_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `ridgeline train` started this rank, and asks for the requeue itself."""
+    env = os.environ if environ is None else environ
+    return env.get(LAUNCHER) == str(os.getppid())
+
+
+def visible_devices(num: int, environ: Mapping[str, str] | None = None) -> list[str]:
+    """What CUDA calls the devices of ranks 0 to num - 1 of this host."""
+    env = os.environ if environ is None else environ
+    said = env.get("CUDA_VISIBLE_DEVICES", "")
+    named = [name.strip() for name in said.split(",") if name.strip()]
+    return named if len(named) >= num else [str(index) for index in range(num)]
 
 
 def _whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -14,11 +14,14 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import RunError, UsageError
+from ridgeline.launch.env import LAUNCHER, RANK_VARIABLES
+from ridgeline.launch.ranks import RANKS
 
 SHUTDOWN_S = 5
 """Seconds that ranks get to end after SIGTERM before they are killed."""
@@ -40,6 +43,20 @@ class RankFailure:
     usage: bool = False
     echo: bool = False
     traceback: str = ""
+    step: int | None = None
+    """The last step that the rank had done; None: none since it was started."""
+    decisive: bool = False
+    """Found by looking at all ranks, so it is the cause whatever else was said."""
+
+
+class RankError(RunError):
+    """The failure of a rank, as one error; what the launcher decides on a restart from."""
+
+    def __init__(self, text: str, failure: RankFailure, step: int | None) -> None:
+        super().__init__(text)
+        self.failure = failure
+        self.step = step
+        """The last step that any rank had done; None when none could say."""
 
 
 def failure_file(directory: Path, rank: int) -> Path:
@@ -48,7 +65,13 @@ def failure_file(directory: Path, rank: int) -> Path:
 
 
 def write_failure(
-    directory: Path, rank: int, time: float, error: BaseException, trace: str
+    directory: Path,
+    rank: int,
+    time: float,
+    error: BaseException,
+    trace: str,
+    step: int | None = None,
+    decisive: bool = False,
 ) -> None:
     """Called by a failing rank as the last thing it does."""
     known = isinstance(error, (UsageError, RunError))
@@ -60,22 +83,47 @@ def write_failure(
         "usage": isinstance(error, UsageError),
         "echo": isinstance(error, (RuntimeError, OSError)) and bool(_ECHO.search(str(error))),
         "traceback": "" if known else trace,
+        "step": step,
+        "decisive": decisive,
     }
     aside = failure_file(directory, rank).with_suffix(".part")
     aside.write_text(json.dumps(value), encoding="utf-8")
     aside.replace(failure_file(directory, rank))
 
 
+def read_failures(log_dir: Path) -> list[RankFailure]:
+    """Every rank's own account."""
+    paths = sorted(log_dir.glob("failure-*.json"))
+    return [RankFailure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
 def first_failure(failures: list[RankFailure]) -> RankFailure:
     """The cause: the earliest failure that is not merely the echo of another rank's death."""
-    causes = [failure for failure in failures if not failure.echo]
+    decisive = [failure for failure in failures if failure.decisive]
+    causes = decisive or [failure for failure in failures if not failure.echo]
     # Among echoes a rank's own account says more than the signal that ended another.
     told = [failure for failure in failures if failure.traceback]
     return min(causes or told or failures, key=lambda failure: failure.time)
 
 
-def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: int) -> None:
-    """Run `command` on every rank and wait; raises the first failure, or KeyboardInterrupt."""
+def clear_accounts(log_dir: Path) -> None:
+    """Before ranks start: what is left from those before says nothing of these."""
+    for pattern in ("failure-*.json", f"{RANKS}/rank-*.json", "hang/rank-*.json"):
+        for path in log_dir.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def run_ranks(
+    command: list[str],
+    num_processes: int,
+    log_dir: Path,
+    threads: int,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run `command` on every rank and wait; raises the first failure, or KeyboardInterrupt.
+
+    SIGTERM and SIGUSR1 stay the caller's: torch's agent would end the ranks.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -87,6 +135,9 @@ def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: in
             # With gloo, restarted ranks would otherwise read stale addresses from the agent's store.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": str(threads),
+            LAUNCHER: str(os.getpid()),
+            **RANK_VARIABLES,
+            **(variables or {}),
         }
         redirects = dict.fromkeys(range(1, num_processes), Std.ALL)
         options: dict[str, Any] = {
@@ -99,6 +150,7 @@ def run_ranks(command: list[str], num_processes: int, log_dir: Path, threads: in
             "max_restarts": 0,
             "monitor_interval": 0.1,
             "local_addr": "127.0.0.1",
+            "signals_to_handle": "SIGINT,SIGHUP,SIGQUIT",
             "logs_specs": DefaultLogsSpecs(log_dir=scratch, redirects=redirects),
         }
         if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
@@ -129,12 +181,13 @@ def _quiet_agent() -> None:
 
 def _raise_first(error: Any, log_dir: Path) -> None:
     """Turn the agent's account of dead processes, and the ranks' own, into one error."""
-    failures: list[RankFailure] = []
+    # A rank that failed first may have been counted by the agent only after the others: read all.
+    failures = read_failures(log_dir)
+    told = {failure.rank for failure in failures}
     for rank, failure in error.failures.items():
-        own = failure_file(log_dir, rank)
-        if own.exists():
-            failures.append(RankFailure(**json.loads(own.read_text(encoding="utf-8"))))
-        elif failure.exitcode < 0:
+        if rank in told:
+            continue
+        if failure.exitcode < 0:
             text = f"was killed by {failure.signal_name()}"
             # The agent itself ends the others with SIGTERM once one has failed.
             echo = failure.exitcode == -signal.SIGTERM
@@ -142,21 +195,22 @@ def _raise_first(error: Any, log_dir: Path) -> None:
         else:
             text = f"ended with exit code {failure.exitcode}"
             failures.append(RankFailure(rank, failure.timestamp, text))
-    # A rank that failed first may have been counted by the agent only after the others: read all.
-    for path in log_dir.glob("failure-*.json"):
-        account = RankFailure(**json.loads(path.read_text(encoding="utf-8")))
-        if all(known.rank != account.rank for known in failures):
-            failures.append(account)
     cause = first_failure(failures)
+    step = max((f.step for f in failures if f.step is not None), default=None)
     if cause.usage:
         raise UsageError(cause.message)
+    if cause.decisive:
+        raise RankError(cause.message, cause, step)
     if cause.traceback:
         (log_dir / f"traceback-{cause.rank}.txt").write_text(cause.traceback, encoding="utf-8")
-        raise RunError(
+        raise RankError(
             f"rank {cause.rank}: {cause.message}\n"
-            f"  traceback: {log_dir / f'traceback-{cause.rank}.txt'}"
+            f"  traceback: {log_dir / f'traceback-{cause.rank}.txt'}",
+            cause,
+            step,
         )
-    raise RunError(f"rank {cause.rank}: {cause.message}; logs of every rank: {log_dir}")
+    text = f"rank {cause.rank}: {cause.message}; logs of every rank: {log_dir}"
+    raise RankError(text, cause, step)
 
 
 def _keep_logs(scratch: Path, log_dir: Path) -> None:

@@ -33,6 +33,9 @@ ORDER: Final = ("pp", "dp", "cp", "spatial", "tp")
 _INNER: Final = {"dp": ("copies", "shard"), "spatial": ("rows", "columns")}
 """Axes that are two: replicas are groups of shards, tiles have rows and columns."""
 
+SIDE: Final = "ridgeline-"
+"""Torch's records of collectives call the group of `side_group` by this and its purpose."""
+
 GRADIENT_AXES: Final = ("copies", "shard", "cp", "rows", "columns")
 """Ranks along these hold the same parameters and parts of one gradient."""
 
@@ -46,6 +49,8 @@ class Mesh:
     device: torch.device
     sizes: dict[str, int]
     """Ranks along each axis, outermost first; the product is the world."""
+    timeout: timedelta = JOIN_TIMEOUT
+    """How long a collective may wait for a rank."""
     owns_group: bool = False
     """Whether `build_mesh` made torch's default group, so that closing the mesh has to end it."""
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -122,11 +127,16 @@ class Mesh:
     def world_group(self) -> dist.ProcessGroup | None:
         return self.group(*self.sizes)
 
-    def side_group(self) -> dist.ProcessGroup | None:
-        """A group of all ranks over the CPU's network, for a thread beside the training loop; every rank
-        calls it, and gets the same one every time."""
-        world = self.world_group
-        return None if world is None else _side_group_of(world)
+    def side_group(self, purpose: str) -> dist.ProcessGroup | None:
+        """A group of all ranks over the CPU's network for one purpose beside training; every rank calls
+        it, and gets the same one every time. None for one process."""
+        if self.world_group is None:
+            return None
+        made, key = _groups_made(), (SIDE + purpose,)
+        if key not in made:
+            made[key] = dist.new_group(timeout=self.timeout, backend="gloo", group_desc=key[0])
+        self._groups[key] = made[key]
+        return made[key]
 
     @property
     def is_main(self) -> bool:
@@ -190,7 +200,11 @@ def axis_sizes(layout: Layout, order: tuple[str, ...] = ORDER) -> dict[str, int]
 
 
 def build_mesh(
-    env: RankEnv, layout: Layout, device: torch.device, order: tuple[str, ...] = ORDER
+    env: RankEnv,
+    layout: Layout,
+    device: torch.device,
+    order: tuple[str, ...] = ORDER,
+    timeout: timedelta = JOIN_TIMEOUT,
 ) -> Mesh:
     """Join the other ranks. Every rank calls this once, before anything else distributed."""
     if layout.world_size != env.world_size:
@@ -207,21 +221,29 @@ def build_mesh(
         cuda = device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=_store(env),
             rank=env.rank,
             world_size=env.world_size,
-            timeout=JOIN_TIMEOUT,
+            timeout=timeout,
             device_id=device if cuda else None,
         )
-    groups = _make_groups(env.rank, sizes, layout)
+    groups = _make_groups(env.rank, sizes, layout, timeout)
     if device.type == "cuda":
         for group in groups.values():
             # A group's first operation has to be one of all its ranks, before any pair talks.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return Mesh(env, layout, device, sizes, owns_group=not joined, _groups=groups)
+    return Mesh(env, layout, device, sizes, timeout, owns_group=not joined, _groups=groups)
+
+
+def _store(env: RankEnv) -> dist.Store:
+    """Where ranks find each other's addresses. Torch's agent hands ranks that it started again the
+    store of the ranks before them, and with it addresses of processes that are gone: look elsewhere."""
+    store, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=JOIN_TIMEOUT))
+    return dist.PrefixStore(f"attempt-{env.attempt}", store)
 
 
 def _make_groups(
-    rank: int, sizes: dict[str, int], layout: Layout
+    rank: int, sizes: dict[str, int], layout: Layout, timeout: timedelta
 ) -> dict[tuple[str, ...], dist.ProcessGroup]:
     """The groups that this rank is in, by their axes; made in the same order on every rank."""
     wanted = [(axis,) for axis in sizes]
@@ -236,7 +258,7 @@ def _make_groups(
     groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
     if layout.tp > 1 or layout.cp > 1 or layout.zero == 3:
         # DTensor and FSDP2 want a group along each of their axes, also where it has one rank.
-        groups[()] = _group_of([[other] for other in range(math.prod(sizes.values()))])
+        groups[()] = _group_of([[other] for other in range(math.prod(sizes.values()))], timeout)
     for axes in wanted:
         used = tuple(a for a in sizes if a in axes and sizes[a] > 1)
         if used and used not in groups:
@@ -245,43 +267,36 @@ def _make_groups(
             for fixed in itertools.product(*(range(sizes[a]) for a in others)):
                 place = dict(zip(others, fixed, strict=True))
                 lists.append(_members({**here, **place}, used, sizes))
-            groups[used] = _group_of(lists)
+            groups[used] = _group_of(lists, timeout)
     return groups
 
 
-_made: dict[int, tuple[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]] = {}
+_Made = dict[tuple[int, ...] | tuple[str, ...], dist.ProcessGroup]
+_made: dict[int, tuple[dist.ProcessGroup, _Made]] = {}
 """Groups already made under a default group, by its id and their ranks. Torch keeps them for its
 lifetime anyway, and each costs threads and connections: a second mesh takes them again."""
 
 
-def _group_of(lists: list[list[int]]) -> dist.ProcessGroup:
-    """The group of the list that holds this rank; every rank calls this with the same lists."""
+def _groups_made() -> _Made:
     world = dist.group.WORLD
     assert world is not None
-    if len(lists) == 1:
-        return world
     if id(world) not in _made or _made[id(world)][0] is not world:
         _made.clear()
         _made[id(world)] = (world, {})
-    made = _made[id(world)][1]
+    return _made[id(world)][1]
+
+
+def _group_of(lists: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """The group of the list that holds this rank; every rank calls this with the same lists."""
+    if len(lists) == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    made = _groups_made()
     mine = tuple(next(ranks for ranks in lists if dist.get_rank() in ranks))
     if mine not in made:
         # Its members alone make a group; otherwise a thousand ranks would make a thousand each.
-        made[mine] = dist.new_group(
-            list(mine), timeout=JOIN_TIMEOUT, use_local_synchronization=True
-        )
+        made[mine] = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
     return made[mine]
-
-
-_sides: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""For a group of all ranks, by its id, itself and the one beside it."""
-
-
-def _side_group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    if id(world) not in _sides or _sides[id(world)][0] is not world:
-        _sides.clear()
-        _sides[id(world)] = (world, dist.new_group(timeout=JOIN_TIMEOUT, backend="gloo"))
-    return _sides[id(world)][1]
 
 
 def _members(place: dict[str, int], used: tuple[str, ...], sizes: dict[str, int]) -> list[int]:
@@ -315,7 +330,7 @@ def close_mesh(mesh: Mesh) -> None:
         # which it needs Python's lock; past the end of the interpreter, asking for it is an abort.
         time.sleep(_DRAIN_S)
         _never_free(dist.group.WORLD)
-        for group in (*mesh._groups.values(), *(side for _, side in _sides.values())):
+        for group in mesh._groups.values():
             _never_free(group)
         dist.destroy_process_group()
 

@@ -30,6 +30,7 @@ from ridgeline.report.page import (
     tiles,
     value_text,
 )
+from ridgeline.report.stragglers import stragglers
 from ridgeline.report.summary import (
     OTHER,
     RunSummary,
@@ -80,6 +81,7 @@ def build_report(run: RunDir) -> Path:
             section("Speed", _speed(summary)),
             section("Where a step's time goes", _split(summary)),
             section("Ranks", _ranks(summary)),
+            section("Stragglers", stragglers(summary.events)),
             section("Events", _events(summary)),
             section("Configuration", _config(summary)),
             section("Environment", _environment(summary)),

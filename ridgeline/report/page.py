@@ -31,7 +31,7 @@ p{margin:6px 0;max-width:76ch}.note,.sub,.empty{color:var(--soft)}.note{font-siz
 .sub{display:flex;flex-wrap:wrap;gap:4px 18px;align-items:center;max-width:none}
 .badge{display:inline-block;padding:1px 9px;border-radius:9px;font-size:13px;font-weight:600;
 border:1px solid currentColor}.finished{color:var(--c2)}.failed{color:var(--c6)}
-.interrupted,.running{color:var(--c1)}
+.interrupted,.running,.stopped{color:var(--c1)}
 code,pre{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 pre{background:var(--card);border:1px solid var(--line);border-radius:6px;padding:12px 14px;
 overflow-x:auto;margin:8px 0}

@@ -48,7 +48,7 @@ class Checkpoints:
         if path is None:
             return
         self._directory = path
-        self._group = mesh.side_group()
+        self._group = mesh.side_group("checkpoint")
         higher = self._config.keep_best in training.task.higher_is_better
         self._saver = Saver(
             path,

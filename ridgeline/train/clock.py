@@ -20,8 +20,15 @@ class Pending(Protocol):
 
     def read(self) -> Times: ...
 
+    def is_finished(self) -> bool:
+        """Whether `read` would answer without waiting for the device."""
+
 
 class Clock(Protocol):
+    last: str
+    """The part that was over last; empty before the first. With `num_marks` it says where a rank is."""
+    num_marks: int
+
     def start(self) -> None:
         """Begin (or begin again, after something that is no part of a step)."""
 
@@ -39,11 +46,15 @@ class _HostTimes:
     def read(self) -> Times:
         return self._times
 
+    def is_finished(self) -> bool:
+        return True
+
 
 class HostClock:
     """For devices that compute while Python waits."""
 
     def __init__(self) -> None:
+        self.last, self.num_marks = "", 0
         self.start()
 
     def start(self) -> None:
@@ -54,6 +65,8 @@ class HostClock:
         now = time.perf_counter()
         self._times[part] = self._times.get(part, 0.0) + now - self._last
         self._last = now
+        self.last = part
+        self.num_marks += 1
 
     def end_step(self) -> Pending:
         now = time.perf_counter()
@@ -77,11 +90,15 @@ class _CudaTimes:
         times["step_s"] = self._begin.elapsed_time(last) / 1e3
         return times
 
+    def is_finished(self) -> bool:
+        return self._marks[-1][1].query()
+
 
 class CudaClock:
     """For devices that compute while Python goes on."""
 
     def __init__(self) -> None:
+        self.last, self.num_marks = "", 0
         self.start()
 
     def start(self) -> None:
@@ -96,6 +113,8 @@ class CudaClock:
 
     def mark(self, part: str) -> None:
         self._marks.append((part, self._record()))
+        self.last = part
+        self.num_marks += 1
 
     def end_step(self) -> Pending:
         times = _CudaTimes(self._marks, self._begin)

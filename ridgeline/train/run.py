@@ -5,7 +5,7 @@ Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.run_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ridgeline.checkpoint.save import Outcome
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
+from ridgeline.data.loader import Batch
 from ridgeline.errors import RunError
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
 from ridgeline.optim.update import Update
 from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.mesh import close_mesh
 from ridgeline.rundir import CONFIG, ENV, FACTS, LAYOUT, WEIGHTS, EvalRecord, RunDir, StepRecord
+from ridgeline.train.alive import build_alive
 from ridgeline.train.board import Board
 from ridgeline.train.checkpoints import Checkpoints
 from ridgeline.train.evaluate import evaluate
@@ -33,6 +35,7 @@ from ridgeline.train.progress import build_progress
 from ridgeline.train.record import Recorder
 from ridgeline.train.samples import SampleLog
 from ridgeline.train.setup import Training, build_training
+from ridgeline.train.signals import Requests, listening
 from ridgeline.train.step import StepResult
 from ridgeline.train.tasks import Task
 from ridgeline.train.trace import StepTrace
@@ -47,26 +50,36 @@ class Summary:
     metrics: dict[str, float]
     """Of the last evaluation."""
     reached_target: bool
+    stopped: bool = False
+    """Whether it was asked to stop before its end, and can go on."""
 
 
-def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> Summary:
+def run_training(
+    config: RunConfig,
+    env: RankEnv,
+    run: RunDir | None = None,
+    requests: Requests | None = None,
+) -> Summary:
     """Build, go on from the newest checkpoint of `run`, train, evaluate; every rank calls this, rank 0
-    writes records to `run` and to the terminal."""
+    writes records to `run` and to the terminal. `requests` may end it after any step."""
     training = _build(config, env)
     checkpoints = Checkpoints(training, run)
     training = replace(training, update=_after_release(checkpoints, training.update))
     guard = Guard(training, lambda: checkpoints.skipped)
     training = guard.training
+    alive = build_alive(training, run, requests or Requests(), checkpoints.is_late)
     main_run = run if training.mesh.is_main else None
     log = _Log(training, main_run)
     samples = SampleLog(training, run)
     recorder = Recorder(training)
     trace = StepTrace(training)
     last: StepRecord | None = None
+    stopped = ""
     try:
-        start = _go_on(checkpoints, log)
-        if config.guard.on_bad == "rollback" and start.step == 0:
-            log.saves(checkpoints.save(start, wait=True))  # there is something to go back to
+        with alive.watch.during("load"):
+            start = _go_on(checkpoints, log)
+            if config.guard.on_bad == "rollback" and start.step == 0:
+                log.saves(checkpoints.save(start, wait=True))  # there is something to go back to
         metrics = dict(checkpoints.metrics)
         reached = reaches(metrics, config.train.target, training.task) if metrics else False
         position = start
@@ -76,48 +89,63 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
             last = log.steps(recorder.add(result)) or last
             samples.add(result)
             log.note(trace.after(result.step - start.step, main_run))
+            beat, lines = alive.after(result)
+            for line in lines:
+                log.note(line)
             if bad := guard.take():
                 log.bad_batch(result.step, bad, config.guard.on_bad)
                 if config.guard.on_bad == "rollback" and checkpoints.add_skipped(bad):
                     last = log.steps(recorder.flush()) or last
                     steps.close()
-                    position = _go_on(checkpoints, log)
+                    with alive.watch.during("load"):
+                        position = _go_on(checkpoints, log)
                     steps = train_loop(training, position)
                     continue
             if _evaluation_due(result, training) and training.eval_loader is not None:
                 last = log.steps(recorder.flush()) or last
                 checkpoints.release()  # an evaluation brings replicas together
-                record = _evaluate(training, result)
+                with alive.watch.during("evaluate"):
+                    record = _evaluate(training, result, alive.watch.counting)
                 log.evaluation(record)
                 metrics = record.metrics
                 checkpoints.evaluated(metrics)
                 reached = reaches(metrics, config.train.target, training.task)
                 training.clock.start()
-            if checkpoints.is_due(result.step):
-                log.saves(checkpoints.save(position))
+            if checkpoints.is_due(result.step) or beat.save:
+                with alive.watch.during("save"):
+                    log.saves(checkpoints.save(position))
             log.saves(checkpoints.outcomes())
+            stopped = beat.stop if result.step < training.num_steps else ""
+            if stopped:
+                break
+        alive.close()
         last = log.steps(recorder.flush()) or last
         log.ranks(recorder)
-        checkpoints.release()
-        if config.log.weights:
-            training.arranged.prepare_evaluation()  # replicas that stepped on their own come together
-            weights = full_state(training.arranged)
-            if main_run is not None:
-                log.note(_save_weights(weights, main_run))
-        if config.checkpoint.at_end:
-            log.saves(checkpoints.save(position, wait=True))
-        log.saves(checkpoints.outcomes(wait=True))
+        with alive.watch.during("save"):
+            if config.checkpoint.at_end or stopped:
+                log.saves(checkpoints.save(position, wait=True))
+            log.saves(checkpoints.outcomes(wait=True))
+            checkpoints.release()
+            if config.log.weights and not stopped:
+                # Replicas that stepped on their own come together.
+                training.arranged.prepare_evaluation()
+                weights = full_state(training.arranged)
+                if main_run is not None:
+                    log.note(_save_weights(weights, main_run))
     except Exception as error:
         log.steps(recorder.salvage())
         if is_out_of_memory(error):
             raise RunError(tell_budget(training, error)) from error
         raise
     finally:
+        alive.end()
         log.close()
         training.close_loaders()
     close_mesh(training.mesh)
     final_loss = last.loss if last else None
-    if main_run is not None:
+    if main_run is not None and stopped:
+        main_run.add_event("stopped", signal=stopped, step=position.step)
+    elif main_run is not None:
         main_run.add_event(
             "end",
             steps=position.step,
@@ -125,7 +153,7 @@ def run_training(config: RunConfig, env: RankEnv, run: RunDir | None = None) -> 
             metrics=metrics,
             reached_target=reached,
         )
-    return Summary(position.step, final_loss, metrics, reached)
+    return Summary(position.step, final_loss, metrics, reached, stopped=bool(stopped))
 
 
 def _build(config: RunConfig, env: RankEnv) -> Training:
@@ -169,14 +197,18 @@ def _evaluation_due(result: StepResult, training: Training) -> bool:
     return result.step % every == 0 if every else result.ends_epoch
 
 
-def _evaluate(training: Training, result: StepResult) -> EvalRecord:
+def _evaluate(
+    training: Training,
+    result: StepResult,
+    counting: Callable[[Callable[[Batch], Batch]], Callable[[Batch], Batch]],
+) -> EvalRecord:
     assert training.eval_loader is not None
     return evaluate(
         training.arranged,
         training.task,
         training.eval_loader,
         training.precision,
-        training.to_device,
+        counting(training.to_device),
         result.step,
         result.epoch,
     )
@@ -316,7 +348,8 @@ def run_recipe(recipe: str, *overrides: str, out: str | None = None) -> Summary:
     """Run a recipe in this process: `ridgeline.run_recipe("digits", "train.epochs=1")`.
 
     Under torchrun every process calls it and they train together; the layout's `dp` follows. With
-    `out` a run directory is made there, of which `ridgeline report` makes the page.
+    `out` a run directory is made there, of which `ridgeline report` makes the page. SIGTERM and
+    SIGUSR1 end it after a step, with `stopped` in what it returns.
     """
     env = read_rank_env()
     resolved = load_config(find_recipe(recipe), overrides)
@@ -325,7 +358,8 @@ def run_recipe(recipe: str, *overrides: str, out: str | None = None) -> Summary:
         run = RunDir.create(Path(out), resolved.config.name)
         run.write_text(CONFIG, dump_config(resolved.config))
     try:
-        return run_training(resolved.config, env, run)
+        with listening(Requests()) as requests:
+            return run_training(resolved.config, env, run, requests)
     except Exception as error:
         if run is not None:
             run.add_event("failed", message=str(error))

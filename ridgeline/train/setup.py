@@ -35,6 +35,7 @@ from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, read_order
 from ridgeline.parallel.precision import Precision, build_precision
 from ridgeline.parallel.random import Randomness
 from ridgeline.train.clock import Clock, build_clock
+from ridgeline.train.hang import collective_timeout
 from ridgeline.train.objective import Objective, build_forward_backward
 from ridgeline.train.step import ForwardBackward
 from ridgeline.train.tasks import TASKS, Task, build_task, check_target
@@ -100,7 +101,8 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
     task = build_task(config.train.task, sources[0].info.task)
     check_target(config.train.target, task)
     model_facts = _count(config, sources[0], task)
-    mesh = build_mesh(env, layout, device, read_order(config.axes, "axes"))
+    order = read_order(config.axes, "axes")
+    mesh = build_mesh(env, layout, device, order, collective_timeout(config.watch))
     model = _build_weights(config, device)
     arranged = arrange(
         Objective(model, task.loss),

@@ -157,6 +157,17 @@ def test_even_ranks_are_called_even(tmp_path: Path) -> None:
     assert "The ranks are even: the slowest is rank 2 on a" in text
 
 
+def test_stragglers_have_a_section_only_when_there_are_any(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "own")
+    assert "Stragglers" not in build_report(run).read_text()
+    times = {"own_s": 0.2, "others_s": 0.1, "step_s": 0.2, "excess": 0.5}
+    run.add_event("straggler", step=40, rank=3, part="data", **times)
+    text = build_report(run).read_text()
+    assert "<h2>Stragglers</h2>" in text
+    assert "<td>rank 3</td><td>data</td>" in text
+    assert "50 %</td>" in text
+
+
 def test_many_ranks_show_the_slowest(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for rank in range(100):

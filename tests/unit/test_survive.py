@@ -1,0 +1,161 @@
+"""The rules by which a run is kept alive, without processes."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+import ridgeline.launch.fit
+from ridgeline.errors import RunError
+from ridgeline.launch.fit import fit_layout
+from ridgeline.launch.local import RankFailure, first_failure, read_failures, write_failure
+from ridgeline.launch.restart import Failed, bad_slot, why_give_up
+from ridgeline.layout import Layout
+from ridgeline.rundir import RunDir
+from ridgeline.train.hang import Account, main_thread, table, tell
+from ridgeline.train.pulse import RankPace
+from ridgeline.train.stragglers import WINDOW, Stragglers, find_stragglers
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "num_ranks", "fitted"),
+    [
+        ("dp=4", 32, 4, "dp=4"),
+        ("dp=4", 32, 3, "dp=2,accumulate=2"),
+        ("dp=4", 36, 3, "dp=3,accumulate=2"),  # 12 in two parts of 6: not more than 9 at a time
+        ("dp=4,accumulate=3", 24, 2, "dp=2,accumulate=6"),
+        ("dp=8,zero=3,shard=4", 64, 6, "dp=4,zero=3,shard=4,accumulate=2"),
+        ("dp=8,zero=3,shard=4", 48, 6, "dp=6,zero=3,shard=3,accumulate=2"),
+        ("dp=2,tp=2", 8, 3, "dp=1,tp=2,accumulate=2"),
+        ("dp=2,pp=2,microbatches=2", 16, 3, "dp=1,pp=2,microbatches=4"),
+        ("tp=4", 8, 3, None),
+    ],
+)
+def test_a_layout_fits_fewer_ranks(text: str, batch: int, num_ranks: int, fitted: str) -> None:
+    found = fit_layout(Layout.parse(text), batch, num_ranks)
+    assert found == (Layout.parse(fitted) if fitted else None)
+
+
+def test_the_example_of_fit_layout() -> None:
+    assert doctest.testmod(ridgeline.launch.fit).failed == 0
+
+
+KILLED = Failed(rank=1, slot=1, step=7, checkpoint="step-5")
+
+
+@pytest.mark.parametrize(
+    ("history", "times", "word"),
+    [
+        ([KILLED], None, None),
+        ([replace(KILLED, checkpoint="")], None, ""),  # nothing to go on from, nobody asked
+        ([replace(KILLED, checkpoint="")], 2, None),
+        ([KILLED], 0, ""),
+        ([KILLED, replace(KILLED, step=9)], None, None),
+        ([KILLED, KILLED], None, "twice after step 7"),
+        ([KILLED, replace(KILLED, checkpoint="step-6")], None, None),
+        ([replace(KILLED, step=None)], None, None),
+        ([replace(KILLED, step=None)] * 2, None, "before its first step"),
+        ([replace(KILLED, step=step) for step in (6, 7, 8, 9)], None, "3 times since"),
+        (
+            [replace(KILLED, step=6), replace(KILLED, step=7)]
+            + [replace(KILLED, step=s, checkpoint="step-8") for s in (8, 9, 10)],
+            None,
+            None,  # the count starts anew with a checkpoint
+        ),
+    ],
+)
+def test_whether_to_start_again(history: list[Failed], times: int | None, word: str | None) -> None:
+    said = why_give_up(history, times)
+    assert (said is None) == (word is None)
+    assert (word or "") in (said or "")
+
+
+def test_a_slot_is_bad_when_it_fails_twice_or_is_lost() -> None:
+    assert bad_slot([KILLED]) is None
+    assert bad_slot([KILLED, replace(KILLED, slot=0)]) is None
+    assert bad_slot([KILLED, replace(KILLED, step=9)]) == 1
+    assert bad_slot([replace(KILLED, lost=True)]) == 1
+
+
+def test_a_decisive_account_wins_over_earlier_ones(tmp_path: Path) -> None:
+    write_failure(tmp_path, 0, 1.0, ValueError("earlier"), "trace")
+    write_failure(tmp_path, 2, 2.0, RunError("rank 2 stopped answering"), "", 7, decisive=True)
+    cause = first_failure(read_failures(tmp_path))
+    assert cause == RankFailure(2, 2.0, "rank 2 stopped answering", step=7, decisive=True)
+
+
+WAITING = Account(
+    0, "a", 10, 0, 14, "gradient exchange", 5.0, "gloo:all_reduce of [36], number 4 of group x"
+)
+
+
+def test_a_missing_rank_is_named() -> None:
+    others = [replace(WAITING, rank=rank) for rank in (0, 1, 3)]
+    said, culprit = tell(others, 4, 5.0)
+    assert culprit == 2
+    assert said == (
+        "rank 2 stopped answering at step 14; ranks 0, 1, 3 wait for it in gloo:all_reduce of [36]"
+    )
+    assert "missing: wrote nothing" in table(others, 4)
+
+
+def test_ranks_that_wait_in_different_places_are_told_apart() -> None:
+    other = replace(WAITING, rank=1, collective="gloo:broadcast of [2], number 5 of group x")
+    said, _ = tell([WAITING, other], 2, 5.0)
+    assert said == (
+        "all ranks wait for one another at step 14; rank 0 waits in gloo:all_reduce of [36]; "
+        "rank 1 waits in gloo:broadcast of [2]"
+    )
+
+
+def test_a_rank_in_its_own_code_is_to_blame() -> None:
+    stack = ['  File "/home/me/data.py", line 31, in fetch\n    read()\n']
+    stuck = replace(WAITING, rank=1, phase="data", collective="", stack=stack)
+    said, culprit = tell([WAITING, stuck], 2, 5.0)
+    assert culprit == 1
+    assert said.startswith(
+        "rank 1 made no progress for 5 s at step 14 in data (data.py:31 in fetch)"
+    )
+    assert json.loads(json.dumps(asdict(stuck)))["stack"] == stack
+
+
+def test_the_main_thread_is_taken_from_a_dump() -> None:
+    dump = (
+        'Thread 0x1 (most recent call first):\n  File "t.py", line 1 in wait\n\n'
+        "Current thread 0x2 (most recent call first):\n"
+        '  File "a.py", line 5 in inner\n  File "b.py", line 9 in outer\n'
+    )
+    assert main_thread(dump) == ['File "a.py", line 5 in inner', 'File "b.py", line 9 in outer']
+
+
+def pace(rank: int, data: float, compute: float, comm: float) -> RankPace:
+    return RankPace(rank, 10, data + compute + comm, data, compute, comm)
+
+
+@pytest.mark.parametrize(
+    ("paces", "found"),
+    [
+        ([pace(0, 0, 1, 1), pace(1, 0, 1, 1), pace(2, 0, 2, 0)], [(2, "compute")]),
+        ([pace(0, 0, 1, 1), pace(1, 1, 1, 0)], [(1, "data")]),
+        ([pace(0, 0, 1, 0.9), pace(1, 0, 1.1, 0.8)], [(-1, "network")]),
+        ([pace(0, 0, 1, 0.1), pace(1, 0, 1.05, 0.05)], []),
+    ],
+)
+def test_what_slows_a_step(paces: list[RankPace], found: list[tuple[int, str]]) -> None:
+    assert [(f.rank, f.part) for f in find_stragglers([paces] * 3)] == found
+
+
+def test_a_straggler_is_told_once(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "own")
+    stragglers = Stragglers(2, run)
+    slow = [pace(0, 0, 0.1, 0.1), pace(1, 0.1, 0.1, 0)]
+    lines = [line for n in range(3 * WINDOW) for line in stragglers.after(10 + n, slow)]
+    assert lines == [
+        "straggler: rank 1 needs 200 ms a step of its own, the others 100 ms; it is data, and costs 50%"
+    ]
+    (event,) = run.events()
+    assert (event.event, event.details["rank"], event.details["part"]) == ("straggler", 1, "data")
