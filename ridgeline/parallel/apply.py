@@ -105,7 +105,7 @@ def _split(built: Arranged) -> None:
             enter_view(view, module)  # the loss is taken of outputs that are still cut
     group = built.mesh.group("cp")
     if group is not None:
-        use_ring(view, group)
+        use_ring(view, group, built.randomness)
         built.notes.append(
             f"sequences cut over {layout.cp} ranks where the model's code lets them be; there "
             "scaled_dot_product_attention goes around a ring"
