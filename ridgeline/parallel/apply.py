@@ -92,9 +92,17 @@ def _split(built: Arranged) -> None:
     if built.tensor_plan is None:
         return
     from ridgeline.parallel.context import use_ring
-    from ridgeline.parallel.tensor import GlobalView, cut_layers, enter_stage, enter_view
+    from ridgeline.parallel.tensor import (
+        GlobalView,
+        cut_layers,
+        enter_stage,
+        enter_view,
+        use_randomness,
+    )
 
     view = GlobalView(built.mesh.device_mesh("cp", "tp"), layout.sp)
+    if built.randomness is not None:
+        use_randomness(view, built.randomness)
     for module in built.parts:
         cut_layers(view, module, built.tensor_plan)
     if built.staged is not None:
@@ -105,7 +113,7 @@ def _split(built: Arranged) -> None:
             enter_view(view, module)  # the loss is taken of outputs that are still cut
     group = built.mesh.group("cp")
     if group is not None:
-        use_ring(view, group, built.randomness)
+        use_ring(view, group)
         built.notes.append(
             f"sequences cut over {layout.cp} ranks where the model's code lets them be; there "
             "scaled_dot_product_attention goes around a ring"

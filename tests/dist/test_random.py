@@ -28,7 +28,7 @@ from ridgeline.parallel.random import (
     keyed_mask,
 )
 from ridgeline.parallel.ring import ring_attention
-from ridgeline.parallel.tensor import GlobalView, cut_layers, enter_view, plan_tensor
+from ridgeline.parallel.tensor import GlobalView, cut_layers, enter_view, plan_tensor, use_randomness
 
 
 def keys_for(ids: list[int], seed: int = 0, step: int = 0) -> Any:
@@ -661,7 +661,8 @@ def cut_attention(cp: int, tp: int, num_keys: int, is_causal: bool) -> list[floa
             view = GlobalView(mesh, sp=False)
             cut_layers(view, module, plan_tensor(model, tp, (x,)))
             enter_view(view, module)
-            use_ring(view, mesh.get_group("cp"), randomness)
+            use_ring(view, mesh.get_group("cp"))
+            use_randomness(view, randomness)
         given = x.clone().requires_grad_()
         out = module(given)
         out.square().sum().backward()

@@ -5,6 +5,7 @@ in. `parallel/apply.py` calls both.
 """
 
 from ridgeline.parallel.tensor.apply import apply_tensor, cut_layers, enter_stage, enter_view
+from ridgeline.parallel.tensor.keyed import use_randomness
 from ridgeline.parallel.tensor.plan import TensorPlan, plan_tensor
 from ridgeline.parallel.tensor.split import Split, cut_local, gather_full
 from ridgeline.parallel.tensor.view import GlobalView, Part
@@ -21,4 +22,5 @@ __all__ = [
     "enter_view",
     "gather_full",
     "plan_tensor",
+    "use_randomness",
 ]
