@@ -360,7 +360,7 @@ def count_collectives(depth: int, sp: bool) -> tuple[dict[str, int], dict[str, i
         loss = objective(inputs, targets)
     with Collectives() as backward:
         loss.backward()
-    assert not view.fallbacks
+    assert not view.fallbacks.found
     return dict(forward.counts), dict(backward.counts)
 
 
@@ -436,7 +436,7 @@ def flowing(name: str, layout: str) -> tuple[dict[str, float], list[str], int]:
     with Collectives() as seen:
         built.objective(inputs, targets)
     assert built.view is not None
-    return shares, list(built.view.fallbacks), seen.counts["all_gather_into_tensor"]
+    return shares, built.view.fallbacks.functions, seen.counts["all_gather_into_tensor"]
 
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "llama", "bert", "flattened"])
@@ -565,8 +565,8 @@ def compare_loss(shape: tuple[int, ...], options: dict[str, Any]) -> list[float]
 
     with Collectives() as seen:
         found = view.run(run, logits, target)
-    assert bool(options.get("weight") is not None) == bool(view.fallbacks)
-    assert view.fallbacks or "all_gather_into_tensor" not in seen.counts
+    assert bool(options.get("weight") is not None) == bool(view.fallbacks.found)
+    assert view.fallbacks.found or "all_gather_into_tensor" not in seen.counts
     (found * weigh).sum().backward()
     return [relative(found.detach(), expected.detach()), relative(logits.grad, full.grad)]
 

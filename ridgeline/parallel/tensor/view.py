@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ridgeline.errors import UsageError
+from ridgeline.parallel.fallbacks import Fallbacks
 from ridgeline.parallel.tensor import table
 from ridgeline.parallel.tensor.attention import attend
 from ridgeline.parallel.tensor.move import Placements, enter, local_shape, plain_gradient
@@ -89,8 +90,8 @@ class GlobalView(TorchFunctionMode):
         function of one's own gets queries, keys and values cut along the sequence, a mask whole, and
         `lengths` and `kv_lengths`: how many queries and keys each rank has."""
         self.dropout: Callable[[Tensor, float, Part], Tensor] = draw_dropout
-        self.fallbacks: dict[str, int] = {}
-        """Functions that got cut arguments whole, and how often."""
+        self.fallbacks = Fallbacks()
+        """Functions that got cut arguments whole."""
         self.splits: dict[str, Any] = {}
         self.report: str = ""
         self._depth = 0
@@ -330,19 +331,20 @@ class GlobalView(TorchFunctionMode):
 
     def _whole_call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """The function on whole arguments, on every rank."""
-        cut = False
+        gathered: list[Tensor] = []
 
         def gather(value: Any) -> Any:
-            nonlocal cut
             if isinstance(value, Tensor):
                 value = self.wrap(value)
-                cut |= value.placements != self.replicated
+                if value.placements != self.replicated:
+                    gathered.append(value)
                 return self.plain(value)
             return value
 
         args, kwargs = tree_map(gather, (args, kwargs))
-        if cut:
-            self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
+        if gathered:
+            largest = max(gathered, key=Tensor.numel)
+            self.fallbacks.note(name, largest.shape, sum(t.nbytes for t in gathered))
         result = func(*args, **kwargs)
         if name in table.TO_PYTHON:
             return result
