@@ -833,6 +833,33 @@ def test_channels_last_and_autocast(ranks: Any, overlap: bool) -> None:
     assert ranks(4, low_precision, overlap) == pytest.approx([1.0] * 4, rel=0.02)
 
 
+def narrow_loss(dtype: torch.dtype, weighted: bool) -> float:
+    """How far the loss of logits in 16 bits over 4093 pixels is from float64's, as autocast has it."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 3, 63, 65).to(dtype)
+    target = torch.randint(0, 3, (1, 63, 65))
+    target[0, 0, :2] = -100
+    weight = torch.tensor([0.3, 1.7, 2.9]) if weighted else None
+    wanted = F.cross_entropy(logits.double(), target, None if weight is None else weight.double())
+
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.cross_entropy(x, target, weight)
+
+    with torch.autocast("cpu", dtype):
+        found = apply_spatial(Loss(), make_grid((2, 1)))(logits)
+    assert found.dtype == torch.float32
+    return float((found.double() - wanted).abs() / wanted)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_pixels_are_counted_in_more_than_16_bits(
+    ranks: Any, dtype: torch.dtype, weighted: bool
+) -> None:
+    assert max(ranks(2, narrow_loss, dtype, weighted)) < 1e-6
+
+
 def metrics() -> None:
     """As evaluation counts: over outputs that are tiles and targets that are not."""
     torch.manual_seed(0)

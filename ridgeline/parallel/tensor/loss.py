@@ -60,19 +60,20 @@ def cross_entropy(view: GlobalView, func: Callable[..., Any], args: Any, kwargs:
         first, group = 0, None
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
     each_local = _Loss.apply(wide, target, logits.shape[1], first, group, ignore, smoothing)
-    if not torch.is_autocast_enabled(local.device.type):
-        each_local = each_local.to(local.dtype)
+    # Sums and counts of positions are taken in the wide type, and only the result is narrow again.
+    narrow = each_local.dtype if torch.is_autocast_enabled(local.device.type) else local.dtype
     shape = (logits.shape[0], *logits.shape[2:])
     each = view.mark_runs(enter(each_local, view.mesh, tuple(others), shape), tuple(runs))
     how = given.get("reduction", "mean")
     if how == "none":
-        return each
+        return elementwise(view, torch.Tensor.to, (each, narrow), {})
     total = reduction(view, torch.sum, (each,), {})
     if how == "sum":
-        return total
+        return elementwise(view, torch.Tensor.to, (total, narrow), {})
     counted = enter((target != ignore).to(each_local.dtype), view.mesh, tuple(others), shape)
     counted = view.mark_runs(counted, tuple(runs))
-    return elementwise(view, torch.div, (total, reduction(view, torch.sum, (counted,), {})), {})
+    mean = elementwise(view, torch.div, (total, reduction(view, torch.sum, (counted,), {})), {})
+    return elementwise(view, torch.Tensor.to, (mean, narrow), {})
 
 
 class _Loss(torch.autograd.Function):
