@@ -220,7 +220,6 @@ def _shard(built: Arranged) -> None:
                 AUTOCAST.get(layout.precision),
                 reshard=layout.pp == 1,
                 offload_params=layout.offload == "params",
-                descend=False,
                 wide_outputs=built.staged is None,
             )
         built.is_fully_sharded = True

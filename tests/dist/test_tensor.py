@@ -35,8 +35,10 @@ from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.tensor import (
     GlobalView,
     Split,
-    apply_tensor,
+    TensorPlan,
+    cut_layers,
     cut_local,
+    enter_view,
     gather_full,
     plan_tensor,
     use_randomness,
@@ -54,6 +56,16 @@ def mesh(cp: int, tp: int) -> DeviceMesh:
     """One mesh a shape and process, because each makes groups that stay."""
     ranks = torch.arange(cp * tp).view(cp, tp)
     return DeviceMesh("cpu", ranks, mesh_dim_names=("cp", "tp"))
+
+
+def apply_tensor(model: nn.Module, mesh2d: DeviceMesh, sp: bool, plan: TensorPlan) -> GlobalView:
+    """`model` split and in a view, with the model inside it, as an evaluation calls it."""
+    view = GlobalView(mesh2d, sp)
+    cut_layers(view, model, plan)
+    enter_view(view, model)
+    if isinstance(getattr(model, "model", None), nn.Module):
+        enter_view(view, model.model)
+    return view
 
 
 # Models

@@ -3,7 +3,7 @@
 Each reads its parameters when it is called, because other techniques may have put others in their
 place, and computes on plain local tensors. A column layer takes its input whole and leaves its output
 cut by features; a row layer takes an input cut by features and sums its output over the ranks.
-`apply_tensor` puts them on the instances that the plan names.
+`cut_layers` puts them on the instances that the plan names.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ DTensor runs by a rule on plain local tensors (`rules.py`, `views.py`, `attentio
 without a rule gets its arguments whole, computes on every rank, and is named in `fallbacks`: that is
 always right, and only costs. Parameters and constants stay plain and count as whole on every rank.
 Their gradients are complete over the tensor axis, and partial over the context axis, to be summed
-there by whoever reduces gradients. Made by `apply_tensor`.
+there by whoever reduces gradients. Made by `parallel/apply.py`.
 """
 
 from __future__ import annotations
