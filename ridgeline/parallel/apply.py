@@ -92,9 +92,17 @@ def _split(built: Arranged) -> None:
     if built.tensor_plan is None:
         return
     from ridgeline.parallel.context import use_ring
-    from ridgeline.parallel.tensor import GlobalView, cut_layers, enter_stage, enter_view
+    from ridgeline.parallel.tensor import (
+        GlobalView,
+        cut_layers,
+        enter_stage,
+        enter_view,
+        use_randomness,
+    )
 
     view = GlobalView(built.mesh.device_mesh("cp", "tp"), layout.sp)
+    if built.randomness is not None:
+        use_randomness(view, built.randomness)
     for module in built.parts:
         cut_layers(view, module, built.tensor_plan)
     if built.staged is not None:
@@ -212,7 +220,6 @@ def _shard(built: Arranged) -> None:
                 AUTOCAST.get(layout.precision),
                 reshard=layout.pp == 1,
                 offload_params=layout.offload == "params",
-                descend=False,
                 wide_outputs=built.staged is None,
             )
         built.is_fully_sharded = True

@@ -24,6 +24,7 @@ from ridgeline.optim.build import Trainable, list_trainables
 from ridgeline.optim.update import Care
 from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.ddp import skip_reduction
+from ridgeline.parallel.fallbacks import Gathered, group_fallbacks, merge_gathered
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
@@ -202,6 +203,18 @@ class Arranged:
             optimizer.zero_grad(set_to_none=True)
 
         return Care(gradients, build_norm(self), agree, after_step, clear)
+
+    def gathered(self) -> list[Gathered]:
+        """What ran on whole tensors so far, on any rank; all of them call it."""
+        names = {module: path for part in self.parts for path, module in part.named_modules()}
+        sources = [source.fallbacks for source in (self.view, self.grid) if source is not None]
+        found = group_fallbacks(sources, names)
+        group = self.mesh.world_group
+        if not sources or group is None:
+            return found
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, found, group=group)
+        return merge_gathered(everyone)
 
     # Evaluation
 

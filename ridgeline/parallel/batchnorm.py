@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ridgeline.errors import UsageError
+from ridgeline.parallel.mesh import all_gather_single
 from ridgeline.parallel.share import Share
-
-# torch 2.13 has renamed it, and warns of the name that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Normalize(torch.autograd.Function):
@@ -36,7 +34,7 @@ class _Normalize(torch.autograd.Function):
         local = torch.cat([mean, var * count, count])
         world = dist.get_world_size(group)
         gathered = local.new_empty(world * local.numel())
-        _all_gather(gathered, local, group=group)
+        all_gather_single(gathered, local, group=group)
         means, deviations, counts = gathered.view(world, -1).split(
             [x.shape[1], x.shape[1], 1], dim=1
         )

@@ -26,9 +26,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ridgeline.errors import UsageError
-
-# torch 2.13 has renamed it, and warns of the name that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from ridgeline.parallel.mesh import all_gather_single
 
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FP16_TOP_EXPONENT = 15
@@ -226,7 +224,7 @@ class Compression:
         received = torch.empty_like(sent)
         yield dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         mine = _mean_in_order(received.split(part) if part else [received])
-        yield _all_gather(sent, mine, group=self.group, async_op=True)
+        yield all_gather_single(sent, mine, group=self.group, async_op=True)
         return sent[: flat.numel()]
 
     def _plain(self, buffer: Tensor) -> Exchange:

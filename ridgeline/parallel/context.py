@@ -37,8 +37,8 @@ def use_ring(view: GlobalView, group: dist.ProcessGroup) -> None:
     ) -> Tensor:
         if dropout_p:
             raise UsageError(
-                f"attention with dropout_p={dropout_p} in a context-parallel model: the ring has no "
-                "dropout; set the model's attention dropout to 0, or leave cp out of the layout"
+                f"attention with dropout_p={dropout_p} in a context-parallel model outside a recipe: the "
+                "ring has dropout by sample and position alone; set it to 0, or leave cp out"
             )
         if attn_mask is not None and attn_mask.dim() >= 2 and attn_mask.shape[-2] == sum(lengths):
             start = sum(lengths[:rank])

@@ -9,8 +9,7 @@ tied, and the cases that torch refuses. Called by `apply.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -37,24 +36,20 @@ def apply_fsdp(
     reshard: bool = True,
     offload_params: bool = False,
     *,
-    descend: bool = True,
     wide_outputs: bool = True,
 ) -> nn.Module:
     """Shard `model`, whose weights every rank has in full, over `mesh`; those of rank 0 count.
 
     `mesh` has the axis "shard", or ("copies", "shard") for hybrid sharding. Each of `blocks` is gathered
     when it runs, the rest of the model together; with `reshard` a block's weights are freed between
-    forward and backward. `offload_params` keeps the shards, and so the optimizer, on the host. Where
-    `model` does nothing but hold another module and a loss without weights, it is that module which is
-    sharded, so that it can be called alone, in an evaluation, as well. Not with `descend=False`: a stage
-    of a pipeline may leave its children by an exception, past the hooks of sharding. `wide_outputs`
-    makes the root's outputs float32; not for a stage, which sends what the next expects.
+    forward and backward. `offload_params` keeps the shards, and so the optimizer, on the host.
+    `wide_outputs` makes the outputs of `model` float32; not for a stage, which sends what the next
+    expects.
     """
-    root = _find_root(model) if descend else model
-    _check_parameters(root)
+    _check_parameters(model)
     axes = range(mesh.ndim)
     broadcast_module(model, [mesh.get_group(axis) for axis in reversed(axes)])
-    for parameter in root.parameters():
+    for parameter in model.parameters():
         if not parameter.is_contiguous():  # torch shards no others; only the memory order is lost
             parameter.data = parameter.data.contiguous()
     offload: OffloadPolicy = OffloadPolicy()
@@ -80,27 +75,13 @@ def apply_fsdp(
             reduce_dtype=torch.float32,
             output_dtype=torch.float32 if wide_outputs else None,
         )
-        for norm in _trainable_batch_norms(root):
+        for norm in _trainable_batch_norms(model):
             # In their own type, which is that of their running statistics.
             shard(norm, MixedPrecisionPolicy(cast_forward_inputs=False))
-    for block in _separable(root, blocks):
+    for block in _separable(model, blocks):
         shard(block, inner)
-    shard(root, outer)
+    shard(model, outer)
     return model
-
-
-@contextmanager
-def fsdp_no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward in it only adds to local gradients, which are then full ones: less communication, more
-    memory. Without it every backward reduces and adds to the shard."""
-    sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    for module in sharded:
-        module.set_requires_gradient_sync(False, recurse=False)
-    try:
-        yield
-    finally:
-        for module in sharded:
-            module.set_requires_gradient_sync(True, recurse=False)
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -130,15 +111,6 @@ def _full(value: Tensor) -> Tensor:
         return value.detach().clone()
     # Shards on the host are gathered over the device's network.
     return value.detach().to(value.device_mesh.device_type).full_tensor()
-
-
-def _find_root(model: nn.Module) -> nn.Module:
-    holders = [c for c in model.children() if next(c.parameters(), None) is not None]
-    own = next(model.parameters(recurse=False), None)
-    if own is not None or len(set(holders)) != 1:
-        return model
-    has_forward = type(holders[0]).forward is not nn.Module.forward  # a ModuleList has none
-    return holders[0] if has_forward else model
 
 
 def _separable(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:

@@ -25,6 +25,9 @@ from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
 
 JOIN_TIMEOUT = timedelta(minutes=10)
+# torch 2.13 has renamed it, and warns of the name that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _DRAIN_S = 0.25
 
 ORDER: Final = ("pp", "dp", "cp", "spatial", "tp")

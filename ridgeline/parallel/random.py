@@ -24,8 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from ridgeline.errors import UsageError
 
-Place = tuple[Sequence[int], Sequence[int]]
-"""The shape of a whole tensor and where in it the part at hand begins."""
+Start = int | Sequence[int]
+"""Where along a dim a part begins; or, if it has gaps, all of its indices."""
+Place = tuple[Sequence[int], Sequence[Start]]
+"""The shape of a whole tensor and where in it the part at hand lies."""
 
 
 # The hash. Eagerly it is some fifteen element-wise kernels over int64, many times what torch's own
@@ -129,9 +131,14 @@ def keyed_bits(shape: Sequence[int], keys: Keys, site: int, indices: Sequence[Te
     return _mix(bits)
 
 
-def _ranges(shape: Sequence[int], offsets: Sequence[int] | None, device: Any) -> list[Tensor]:
+def _ranges(shape: Sequence[int], offsets: Sequence[Start] | None, device: Any) -> list[Tensor]:
     starts = offsets or [0] * len(shape)
-    return [torch.arange(a, a + n, device=device) for a, n in zip(starts, shape, strict=True)]
+    return [
+        torch.arange(a, a + n, device=device)
+        if isinstance(a, int)
+        else torch.tensor(a, dtype=torch.int64, device=device)
+        for a, n in zip(starts, shape, strict=True)
+    ]
 
 
 def _keep(bits: Tensor, p: float) -> Tensor:
@@ -144,7 +151,7 @@ def keyed_mask(
     p: float,
     keys: Keys,
     site: int,
-    offsets: Sequence[int] | None = None,
+    offsets: Sequence[Start] | None = None,
     global_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Which elements are kept, each with probability 1 - p; `shape` may be a part of `global_shape`
@@ -234,7 +241,9 @@ class Randomness:
     def __init__(self, seed: int, sample_dim: int | None = None) -> None:
         self.seed, self.sample_dim = seed, sample_dim
         self.offsets_of: Callable[[Tensor], Place | None] = offsets_of
-        """How a part of a tensor is recognised; a technique that splits plain tensors sets its own."""
+        """How a part of a tensor is recognised; a technique with parts of its own kind sets its own."""
+        self.cut_like: Callable[[Tensor, DTensor], DTensor] = cut_like
+        """Makes a DTensor of a part, cut as another one; goes with `offsets_of`."""
         self.attention: Callable[..., Tensor] = keyed_attention
         """What computes attention with dropout; one that splits the sequence sets its own."""
         self.drawn = False
@@ -325,13 +334,18 @@ def offsets_of(x: Tensor) -> Place | None:
     return tuple(x.shape), tuple(offsets)
 
 
+def cut_like(part: Tensor, x: DTensor) -> DTensor:
+    shape = {"shape": x.shape, "stride": x.stride()}
+    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, **shape)
+
+
 def keyed_dropout(
     x: Tensor,
     p: float,
     randomness: Randomness,
     site: int,
     global_shape: Sequence[int] | None = None,
-    offsets: Sequence[int] | None = None,
+    offsets: Sequence[Start] | None = None,
     *,
     num_dims: int | None = None,
     sample_dim: int | None = None,
@@ -352,8 +366,7 @@ def keyed_dropout(
             if inplace:
                 x.to_local().copy_(part)
                 return x
-            shape = {"shape": x.shape, "stride": x.stride()}
-            return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, **shape)
+            return randomness.cut_like(part, x)
     num = x.dim() if num_dims is None else num_dims
     keys = randomness.keys.on(x.device)
     if sample_dim is not None:

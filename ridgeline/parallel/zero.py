@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +35,9 @@ from ridgeline.parallel.flat import (
     cast_frozen,
     plan_buckets,
 )
+from ridgeline.parallel.mesh import all_gather_single
 from ridgeline.parallel.offload import build_host_buffer
 from ridgeline.parallel.zero_reduce import Flights, Rounds, to_dense
-
-# torch 2.13 has renamed it, and warns of the name that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _BYTES_PER_MB = 2**20
 
@@ -184,10 +181,6 @@ class FlatZero:
         return bucket.of_shard(store.master)
 
     # Gradients
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing to skip: stage 1 reduces once a step anyway, stage 2 in every backward."""
-        return nullcontext()
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -348,7 +341,7 @@ class FlatZero:
                 values = bucket.of_shard(store.master)
                 mine.copy_(values.to(bucket.kind.device, non_blocking=True))
             if self._group is not None:
-                works.append(_all_gather(full, mine, group=self._group, async_op=True))
+                works.append(all_gather_single(full, mine, group=self._group, async_op=True))
         for work in works:
             work.wait()
 
@@ -413,24 +406,10 @@ class FlatZero:
             full = mine.clone()
             if self._group is not None:
                 full = mine.new_empty(bucket.size)
-                _all_gather(full, mine.contiguous(), group=self._group)
+                all_gather_single(full, mine.contiguous(), group=self._group)
             for slot in bucket.slots:
                 found[slot.index] = (slot.name, slot.view(full))
         return dict(found[index] for index in sorted(found))
-
-
-def local_square_sum(pieces: Iterable[Piece]) -> Tensor:
-    """Sum of squares of this rank's gradients, at least in float32.
-
-    Its sum over the shard group is the square of the global gradient norm: no element is in two
-    shards, and copies of a shard count once because they are not in that group.
-    """
-    pieces = list(pieces)
-    gradients = [p.parameter.grad for p in pieces if p.parameter.grad is not None]
-    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    if not wide:
-        return torch.zeros((), device=pieces[0].parameter.device if pieces else None)
-    return torch.stack([norm.square() for norm in torch._foreach_norm(wide)]).sum()
 
 
 def _storages(tensors: Iterable[Tensor | None]) -> set[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -20,6 +20,7 @@ from ridgeline.data.loader import Batch
 from ridgeline.errors import RunError
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
 from ridgeline.optim.update import Update
+from ridgeline.parallel.fallbacks import Gathered, describe_gathered
 from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.mesh import close_mesh
 from ridgeline.rundir import CONFIG, ENV, FACTS, LAYOUT, WEIGHTS, EvalRecord, RunDir, StepRecord
@@ -86,6 +87,8 @@ def run_training(
         steps = train_loop(training, start)
         while not reached and (result := next(steps, None)) is not None:
             position = result.position
+            if result.step == start.step + 1:
+                log.gathered(training.arranged.gathered())
             last = log.steps(recorder.add(result)) or last
             samples.add(result)
             log.note(trace.after(result.step - start.step, main_run))
@@ -296,6 +299,12 @@ class _Log:
                     f"no checkpoint at step {done.step}: {done.problem}; the run goes on, and the "
                     "last whole checkpoint stays"
                 )
+
+    def gathered(self, found: list[Gathered]) -> None:
+        if found:
+            self.event("gathered", functions=[asdict(one) for one in found])
+        for line in describe_gathered(found):
+            self.note(line)
 
     def steps(self, records: list[StepRecord]) -> StepRecord | None:
         for record in records:

@@ -231,7 +231,7 @@ def count_sent(how: str) -> tuple[int, int]:
     model = Given(shapes, torch.float32)
     ddp = DistributedDataParallel(model, process_group=dist.group.WORLD)
     num_ranks = dist.get_world_size()
-    all_to_all, all_gather = dist.all_to_all_single, compress._all_gather
+    all_to_all, all_gather = dist.all_to_all_single, compress.all_gather_single
 
     def count_all_to_all(out: Tensor, given: Tensor, **options: Any) -> Any:
         sent[0] += given.nbytes * (num_ranks - 1) // num_ranks
@@ -243,10 +243,10 @@ def count_sent(how: str) -> tuple[int, int]:
 
     apply_compression(ddp, how, dist.group.WORLD)
     try:
-        dist.all_to_all_single, compress._all_gather = count_all_to_all, count_all_gather
+        dist.all_to_all_single, compress.all_gather_single = count_all_to_all, count_all_gather
         ddp([torch.ones(shape) for shape in shapes]).backward()
     finally:
-        dist.all_to_all_single, compress._all_gather = all_to_all, all_gather
+        dist.all_to_all_single, compress.all_gather_single = all_to_all, all_gather
     return sent[0], sum(p.nbytes for p in model.parameters())
 
 

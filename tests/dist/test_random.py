@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 from ridgeline.errors import UsageError
+from ridgeline.parallel.context import use_ring
 from ridgeline.parallel.dropout import apply_keyed_dropout
 from ridgeline.parallel.random import (
     Randomness,
@@ -27,6 +28,7 @@ from ridgeline.parallel.random import (
     keyed_mask,
 )
 from ridgeline.parallel.ring import ring_attention
+from ridgeline.parallel.tensor import GlobalView, cut_layers, enter_view, plan_tensor, use_randomness
 
 
 def keys_for(ids: list[int], seed: int = 0, step: int = 0) -> Any:
@@ -619,6 +621,65 @@ def ring_dropout(lengths: list[int]) -> float:
 
 def test_ring_attention_drops_what_one_device_drops(ranks: Any) -> None:
     assert max(ranks(3, ring_dropout, [5, 5, 2])) < 1e-12
+
+
+class Attending(nn.Module):
+    """Attention with dropout and nothing else; `num_keys` heads of keys, 0: heads in the batch."""
+
+    def __init__(self, num_keys: int, is_causal: bool) -> None:
+        super().__init__()
+        self.num_keys, self.is_causal, self.drop_rate = num_keys, is_causal, 0.4
+        self.q, self.k, self.v = (nn.Linear(24, 6 * n) for n in (4, num_keys or 4, num_keys or 4))
+        self.out = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        num, length = x.shape[:2]
+        q, k, v = (
+            layer(x).view(num, length, -1, 6).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        if not self.num_keys:
+            q, k, v = (t.reshape(num * 4, length, 6) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.drop_rate, is_causal=self.is_causal,
+            enable_gqa=self.num_keys in (1, 2),
+        )  # fmt: skip
+        return self.out(y.view(num, 4, length, 6).transpose(1, 2).reshape(num, length, 24))
+
+
+def cut_attention(cp: int, tp: int, num_keys: int, is_causal: bool) -> list[float]:
+    """Distances of outputs and gradients between one process and heads and positions that are cut."""
+    torch.manual_seed(0)
+    model = Attending(num_keys, is_causal).double()
+    x = torch.randn(2, 11, 24, dtype=torch.float64)
+    results = []
+    for is_cut in (False, True):
+        module, randomness = copy.deepcopy(model), Randomness(3)
+        apply_keyed_dropout(module, randomness)
+        randomness.begin(1, torch.tensor([7, 9]))
+        if is_cut:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+            view = GlobalView(mesh, sp=False)
+            cut_layers(view, module, plan_tensor(model, tp, (x,)))
+            enter_view(view, module)
+            use_ring(view, mesh.get_group("cp"))
+            use_randomness(view, randomness)
+        given = x.clone().requires_grad_()
+        out = module(given)
+        out.square().sum().backward()
+        results.append((out.detach(), given.grad))
+    assert (results[0][0] - model.eval()(x)).abs().max() > 0.01
+    return [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "num_keys"), [(2, 1, 0), (2, 1, 2), (2, 2, 1), (2, 2, 2), (2, 2, 4)]
+)
+def test_attention_that_is_cut_drops_what_one_device_drops(
+    ranks: Any, cp: int, tp: int, num_keys: int
+) -> None:
+    for is_causal in (False, True):
+        for found in ranks(cp * tp, cut_attention, cp, tp, num_keys, is_causal):
+            assert max(found) < 1e-10, found
 
 
 # Split tensors

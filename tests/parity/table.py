@@ -102,7 +102,7 @@ REDUCED: dict[str, tuple[str, ...]] = {
     ),
     "llama-tied": ("pp=2,microbatches=2", "dp=2,zero=2,pp=2,microbatches=2", "tp=2"),
     "hf-gpt2": ("tp=2,recompute=full", "pp=2,microbatches=2", "cp=2"),
-    "hf-bert": ("tp=2", "pp=2,microbatches=2"),
+    "hf-bert": ("tp=2", "pp=2,microbatches=2", "cp=2"),
     "bert": ("dp=2,tp=2",),
     "vit": ("tp=2", "cp=2", "dp=2,zero=2"),
     "timm-vit": ("tp=2", "cp=2", "pp=2,microbatches=2"),
@@ -123,6 +123,7 @@ def rows(reduced: bool) -> dict[str, list[Layout]]:
     table["resnet18"] = [Layout.parse(x) for x in ("dp=2", "pp=2,microbatches=2", *TILED[:2])]
     for kind in ("llama", "llama-tied", "hf-gpt2", "hf-bert", "vit"):
         table[kind] += [Layout.parse(text) for text in HYBRIDS]
+    table["hf-bert"].append(Layout.parse("cp=2,tp=2"))  # heads and positions of one dropout mask
     for kind in ("unet", "unet-batchnorm", "cnn"):
         table[kind] += [Layout.parse(text) for text in TILED]
     for layout in [*pairs, *factored_layouts(MOST_RANKS)]:

@@ -191,16 +191,6 @@ class Pipeline:
                 self._sum_over(self._parameter(tied.name), holders)
 
     @property
-    def tied_groups(self) -> list[list[tuple[int, str]]]:
-        """The copies of each tied parameter, as (rank of the group, name)."""
-        found = []
-        for tied in self.plan.tied:
-            holders = sorted({self.plan.rank_of(stage, self.num_ranks) for stage in tied.stages})
-            if len(holders) > 1:
-                found.append([(rank, tied.name) for rank in holders])
-        return found
-
-    @property
     def has_last_stage(self) -> bool:
         return self.plan.num_stages - 1 in self.indices
 

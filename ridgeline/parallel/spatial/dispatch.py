@@ -10,6 +10,7 @@ by `TileTensor`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,7 @@ def _fall_back(
     tiles = [t for t in tree_leaves((args, kwargs)) if isinstance(t, TileTensor)]
     x = max(tiles, key=lambda t: len(t.split_dims))
     if x.split_dims:
-        x.grid.note_fallback(name, x.sizes)
+        x.grid.fallbacks.note(name, x.sizes, math.prod(x.sizes) * x.local.element_size())
     whole_args, whole_kwargs = tree_map(
         lambda v: gather(v) if isinstance(v, TileTensor) else v, (args, kwargs)
     )

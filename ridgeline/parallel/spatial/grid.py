@@ -9,12 +9,12 @@ by every file of this package.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from ridgeline.errors import UsageError
+from ridgeline.parallel.fallbacks import Fallbacks
 from ridgeline.parallel.random import Randomness
 
 Span = tuple[int, int]
@@ -54,8 +54,8 @@ class TileGrid:
     """Compute what needs no halo while the halo travels, where that is at least half of a tile."""
     randomness: Randomness | None = None
     """What dropout depends on; None: torch's generator."""
-    fallbacks: list[str] = field(default_factory=list)
-    """Operations that had to gather the image first, each once, with the shape it had."""
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    """Operations that had to gather the image first."""
 
     def size(self, axis: int) -> int:
         return self.row_size if axis == ROWS else self.column_size
@@ -83,11 +83,6 @@ class TileGrid:
     def __deepcopy__(self, memo: dict[int, object]) -> TileGrid:
         """Itself: a copy of a model is on the same ranks, and groups cannot be copied."""
         return self
-
-    def note_fallback(self, name: str, shape: Sequence[int]) -> None:
-        text = f"{name} on {list(shape)}"
-        if text not in self.fallbacks:
-            self.fallbacks.append(text)
 
 
 def require_fits(grid: TileGrid, height: int, width: int) -> None:

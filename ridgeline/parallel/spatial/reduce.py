@@ -206,13 +206,14 @@ def class_loss(
     )
     if reduction != "mean" or is_probability:
         return _reduced(each, reduction)
-    # The mean is over the weights of the pixels that count.
+    # The mean is over the weights of the pixels that count: more than 16 bits can count.
     counted = local_target != ignore_index
+    wide = torch.promote_types(each.dtype, torch.float32)
     if weight is None:
-        amounts = counted.to(x.dtype)
+        amounts = counted.to(wide)
     else:
-        amounts = weight.to(x.dtype)[local_target.where(counted, 0)] * counted
-    return each.sum() / like(amounts, x, per_pixel).sum()
+        amounts = weight.to(wide)[local_target.where(counted, 0)] * counted
+    return (each.to(wide).sum() / like(amounts, x, per_pixel).sum()).to(each.dtype)
 
 
 _LOSSES = (

@@ -1,4 +1,4 @@
-"""`apply_tensor`: cut the weights that a plan names and put the split forwards in their place.
+"""Cut the weights that a plan names and put the split forwards in their place.
 
 Parameters stay plain tensors that hold this rank's part, so optimizers, sharding and replication need
 not know. Called by `parallel/apply.py` and by pipelines, with a plan of `plan.py`.
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from ridgeline.errors import UsageError
@@ -21,22 +20,11 @@ from ridgeline.parallel.tensor.split import Split, cut_local
 from ridgeline.parallel.tensor.view import GlobalView
 
 
-def apply_tensor(model: nn.Module, mesh2d: DeviceMesh, sp: bool, plan: TensorPlan) -> GlobalView:
-    """Split `model` in place over axis "tp" of `mesh2d` (axes "cp", "tp"), as `plan` says.
-
-    Every rank has the full weights before, the same on all. Call it after the weights are there.
-    """
-    view = GlobalView(mesh2d, sp)
-    cut_layers(view, model, plan)
-    enter_view(view, model)
-    inner = getattr(model, "model", None)
-    if isinstance(inner, nn.Module):  # an objective's: evaluation calls it alone
-        enter_view(view, inner)
-    return view
-
-
 def cut_layers(view: GlobalView, model: nn.Module, plan: TensorPlan) -> None:
-    """Cut the layers of the plan that `model` has parameters of: all, or those of a stage."""
+    """Cut the layers of the plan that `model` has parameters of: all, or those of a stage.
+
+    Every rank has the full weights before, the same on all.
+    """
     size = 1 if view.tp is None else view.mesh.size(view.tp)
     rank = 0 if view.tp is None else view.mesh.get_local_rank(view.tp)
     if size != plan.size:

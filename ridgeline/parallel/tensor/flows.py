@@ -344,6 +344,8 @@ def _inferred(name: str, args: Any, kwargs: Any, to: int, dims: int) -> bool:
     """Whether the length of dim `to` of a view's result is left to torch, by a -1 or a flatten."""
     if name == "flatten":
         return True
+    if name in ("view_as", "reshape_as"):
+        return False
     rest = list(args[1:]) or list(kwargs.values())
     if name == "unflatten":
         at = rest[0] % (dims - len(rest[1]) + 1)

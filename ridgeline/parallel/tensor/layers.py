@@ -3,14 +3,14 @@
 Each reads its parameters when it is called, because other techniques may have put others in their
 place, and computes on plain local tensors. A column layer takes its input whole and leaves its output
 cut by features; a row layer takes an input cut by features and sums its output over the ranks.
-`apply_tensor` puts them on the instances that the plan names.
+`cut_layers` puts them on the instances that the plan names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ridgeline.parallel.tensor.move import Placements, enter, leave
 from ridgeline.parallel.tensor.rules import elementwise
+from ridgeline.parallel.tensor.runs import Runs
 from ridgeline.parallel.tensor.split import Split, chunk_sizes
 from ridgeline.parallel.tensor.view import GlobalView
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def split_forward(view: GlobalView, module: nn.Module, layer: Layer) -> Callable
 def _column(view: GlobalView, module: Any, layer: Layer, x: DTensor) -> DTensor:
     split = layer.splits["weight"]
     last = x.dim() - 1
-    places, grads = _lead(view, x, last)
-    local = view.local(x, places, grads)
+    places, runs = _lead(view, x, last)
+    local = view.local(x, places, _with_tp(view, places, Partial()), runs)
     weight = _weight(view, module.weight, split, places)
     bias = module.bias
     if bias is not None:
@@ -75,18 +78,20 @@ def _column(view: GlobalView, module: Any, layer: Layer, x: DTensor) -> DTensor:
     out = _multiply(module, local, weight, bias)
     shape = (*x.shape[:-1], split.padded_shape[split.dim])
     result = enter(out, view.mesh, _with_tp(view, places, Shard(last)), shape)
-    return view.mark_fused(result, layer.parts) if layer.parts > 1 else result
+    return view.mark_runs(result, _with_tp(view, runs, layer.parts))
 
 
 def _row(view: GlobalView, module: Any, layer: Layer, x: DTensor) -> DTensor:
     split = layer.splits["weight"]
     last = x.dim() - 1
-    places = _with_tp(view, _lead(view, x, last)[0], Shard(last))
-    local = view.local(x, places, places)
+    lead, runs = _lead(view, x, last)
+    places = _with_tp(view, lead, Shard(last))
+    local = view.local(x, places, places, runs)
     out = _multiply(module, local, _weight(view, module.weight, split, places), None)
     features = split.global_shape[1 - split.dim]
     shape = (*x.shape[:-1], features)
-    result = view.stream(enter(out, view.mesh, _with_tp(view, places, Partial()), shape))
+    sums = enter(out, view.mesh, _with_tp(view, places, Partial()), shape)
+    result = view.stream(view.mark_runs(sums, runs))
     if module.bias is None:
         return result
     return elementwise(view, torch.add, (result, module.bias), {})  # type: ignore[no-any-return]
@@ -95,7 +100,8 @@ def _row(view: GlobalView, module: Any, layer: Layer, x: DTensor) -> DTensor:
 def _vocabulary(view: GlobalView, module: Any, layer: Layer, index: DTensor) -> DTensor:
     split = layer.splits["weight"]
     places = _with_tp(view, index.placements, Replicate())
-    local = view.local(index, places, places)
+    runs = _with_tp(view, view.runs(index), 1)
+    local = view.local(index, places, places, runs)
     weight = _weight(view, module.weight, split, places)
     assert view.tp is not None
     rank, size = view.mesh.get_local_rank(view.tp), view.mesh.size(view.tp)
@@ -110,7 +116,8 @@ def _vocabulary(view: GlobalView, module: Any, layer: Layer, index: DTensor) -> 
     else:
         out = weight.sum() + weight.new_zeros((*local.shape, split.global_shape[1]))
     shape = (*index.shape, split.global_shape[1])
-    return view.stream(enter(out, view.mesh, _with_tp(view, places, Partial()), shape))
+    sums = enter(out, view.mesh, _with_tp(view, places, Partial()), shape)
+    return view.stream(view.mark_runs(sums, runs))
 
 
 def _multiply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,19 +126,19 @@ def _multiply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None)
     return F.linear(x, weight, bias)
 
 
-def _lead(view: GlobalView, x: DTensor, last: int) -> tuple[Placements, Placements]:
-    """`x` whole on the tensor axis and by features, and the placement of a rank's gradient of it."""
+def _lead(view: GlobalView, x: DTensor, last: int) -> tuple[Placements, Runs]:
+    """How `x` is cut if it is whole on the tensor axis and by features."""
     places: list[Placement] = []
     for axis, place in enumerate(x.placements):
         keep = axis != view.tp and isinstance(place, Shard) and place.dim != last
         places.append(place if keep else Replicate())
-    found = tuple(places)
-    return found, _with_tp(view, found, Partial())
+    pairs = zip(places, view.runs(x), strict=True)
+    return tuple(places), tuple(num if place.is_shard() else 1 for place, num in pairs)
 
 
-def _with_tp(view: GlobalView, places: Placements, place: Placement) -> Placements:
+def _with_tp(view: GlobalView, values: tuple[_T, ...], value: _T) -> tuple[_T, ...]:
     assert view.tp is not None
-    return (*places[: view.tp], place, *places[view.tp + 1 :])
+    return (*values[: view.tp], value, *values[view.tp + 1 :])
 
 
 def _weight(view: GlobalView, weight: Tensor, split: Split, places: Placements) -> Tensor:

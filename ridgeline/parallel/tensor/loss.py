@@ -39,7 +39,10 @@ def cross_entropy(view: GlobalView, func: Callable[..., Any], args: Any, kwargs:
     # Dims of the logits other than the classes are those of the target, in order.
     places: list[Placement] = []
     others: list[Placement] = []
+    runs = []
     for axis, place in enumerate(logits.placements):
+        # Runs of positions stay as they are; those of classes would need targets in their order.
+        runs.append(view.runs(logits)[axis] if place.is_shard() and place.dim != 1 else 1)
         if not isinstance(place, Shard) or (place.dim == 1 and axis != view.tp):
             places.append(Replicate())
             others.append(Replicate())
@@ -47,8 +50,8 @@ def cross_entropy(view: GlobalView, func: Callable[..., Any], args: Any, kwargs:
             places.append(place)
             whole = place.dim == 1
             others.append(Replicate() if whole else Shard(place.dim - (place.dim > 1)))
-    local = view.local(logits, tuple(places), tuple(places))
-    target = view.local(target, tuple(others), tuple(others))
+    local = view.local(logits, tuple(places), tuple(places), tuple(runs))
+    target = view.local(target, tuple(others), tuple(others), tuple(runs))
     if view.tp is not None and places[view.tp] == Shard(1):
         lengths = chunk_sizes(logits.shape[1], view.mesh.size(view.tp))
         rank = view.mesh.get_local_rank(view.tp)
@@ -57,18 +60,20 @@ def cross_entropy(view: GlobalView, func: Callable[..., Any], args: Any, kwargs:
         first, group = 0, None
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
     each_local = _Loss.apply(wide, target, logits.shape[1], first, group, ignore, smoothing)
-    if not torch.is_autocast_enabled(local.device.type):
-        each_local = each_local.to(local.dtype)
+    # Sums and counts of positions are taken in the wide type, and only the result is narrow again.
+    narrow = each_local.dtype if torch.is_autocast_enabled(local.device.type) else local.dtype
     shape = (logits.shape[0], *logits.shape[2:])
-    each = enter(each_local, view.mesh, tuple(others), shape)
+    each = view.mark_runs(enter(each_local, view.mesh, tuple(others), shape), tuple(runs))
     how = given.get("reduction", "mean")
     if how == "none":
-        return each
+        return elementwise(view, torch.Tensor.to, (each, narrow), {})
     total = reduction(view, torch.sum, (each,), {})
     if how == "sum":
-        return total
+        return elementwise(view, torch.Tensor.to, (total, narrow), {})
     counted = enter((target != ignore).to(each_local.dtype), view.mesh, tuple(others), shape)
-    return elementwise(view, torch.div, (total, reduction(view, torch.sum, (counted,), {})), {})
+    counted = view.mark_runs(counted, tuple(runs))
+    mean = elementwise(view, torch.div, (total, reduction(view, torch.sum, (counted,), {})), {})
+    return elementwise(view, torch.Tensor.to, (mean, narrow), {})
 
 
 class _Loss(torch.autograd.Function):

@@ -50,6 +50,10 @@ def redistribute(x: DTensor, placements: Placements) -> DTensor:
         for have, want in zip(x.placements, placements, strict=True)
     )
     x = x.detach()
+    # One axis at a time, the inner of two cuts of a dim first: torch would do so too, and warn.
+    for axis in reversed(range(len(wanted))):
+        if wanted[axis].is_replicate() and not x.placements[axis].is_replicate():
+            x = x.redistribute(placements=_with(x.placements, axis, Replicate()))
     if wanted != x.placements:
         x = x.redistribute(placements=wanted)
     for axis, want in enumerate(placements):
@@ -67,13 +71,21 @@ def plain_gradient(placements: Placements) -> Placements:
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
-def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> list[int]:
-    """Shape of this rank's part of a tensor of the global `shape`."""
+def local_shape(
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Placements,
+    runs: Sequence[int] | None = None,
+) -> list[int]:
+    """Shape of this rank's part of a tensor of the global `shape`; `runs` as in `runs.py`."""
     local = list(shape)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            sizes = chunk_sizes(local[placement.dim], mesh.size(axis))
-            local[placement.dim] = sizes[mesh.get_local_rank(axis)]
+    for dim in {p.dim for p in placements if isinstance(p, Shard)}:
+        axes = [axis for axis, place in enumerate(placements) if place == Shard(dim)]
+        num = runs[axes[0]] if runs is not None else 1
+        length = local[dim] // num
+        for axis in axes:
+            length = chunk_sizes(length, mesh.size(axis))[mesh.get_local_rank(axis)]
+        local[dim] = num * length
     return local
 
 

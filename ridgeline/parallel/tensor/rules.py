@@ -49,18 +49,20 @@ def run_labels(
                 max(lengths.get(name, 0), length) if length != 1 else (lengths.get(name, 1))
             )
     free = {name for name in lengths if name not in frozen and lengths[name] > 1}
-    chosen = _choose(view, tensors, labels, results, free, set(summed))
+    chosen, runs = _choose(view, tensors, labels, results, free, set(summed))
     locals_ = []
     for tensor, names in zip(tensors, labels, strict=True):
         places: list[Placement] = []
         grads: list[Placement] = []
-        for name in chosen:
+        own = []
+        for name, num in zip(chosen, runs, strict=True):
             at = names.index(name) if name is not None and name in names else None
             cut = at is not None and tensor.shape[at] == lengths[name]
             place = Shard(at) if cut and at is not None else Replicate()
             places.append(place)
             grads.append(Partial() if name is not None and not cut else place)
-        locals_.append(view.local(tensor, tuple(places), tuple(grads)))
+            own.append(num if cut else 1)
+        locals_.append(view.local(tensor, tuple(places), tuple(grads), tuple(own)))
     outcome = function(*locals_)
     several = isinstance(outcome, (tuple, list))
     if not several and not isinstance(outcome, Tensor):
@@ -77,7 +79,9 @@ def run_labels(
             for name in chosen
         ]
         shape = [lengths[name] for name in names]
-        made.append(view.settle(enter(local, view.mesh, tuple(places), shape)))
+        result = enter(local, view.mesh, tuple(places), shape)
+        left = (num if p.is_shard() else 1 for p, num in zip(places, runs, strict=True))
+        made.append(view.settle(view.mark_runs(result, tuple(left))))
     return type(outcome)(made) if several else made[0]
 
 
@@ -88,12 +92,14 @@ def _choose(
     results: Sequence[Labels],
     free: set[Any],
     summed: set[Any],
-) -> list[Any]:
-    """For each mesh axis the label that is cut over it, or None: what the largest argument has."""
+) -> tuple[list[Any], list[int]]:
+    """For each mesh axis the label that is cut over it, or None, and of how many runs it is: what
+    the largest argument has."""
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].numel())
     chosen: list[Any] = []
+    runs: list[int] = []
     for axis in range(view.mesh.ndim):
-        label = None
+        label, num = None, 1
         for i in order:
             tensor = tensors[i]
             place = tensor.placements[axis] if isinstance(tensor, DTensor) else None
@@ -101,11 +107,14 @@ def _choose(
                 continue
             name = labels[i][place.dim]
             kept = name in summed or all(name in names for names in results)
-            if name in free and kept:
-                label = name
+            have = view.runs(tensor)[axis]
+            others = zip(chosen, runs, strict=True)
+            if name in free and kept and all(have == n for other, n in others if other == name):
+                label, num = name, have
                 break
         chosen.append(label)
-    return chosen
+        runs.append(num)
+    return chosen, runs
 
 
 def aligned(dim: int) -> Labels:
@@ -284,6 +293,20 @@ def cat(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     return run_labels(
         view, lambda *local: torch.cat(local, dim), tensors, labels, [out],
         frozen=frozen, sizes={"cat": total},
+    )  # fmt: skip
+
+
+def stack(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """stack: a new dim, which is whole."""
+    tensors = args[0] if args else kwargs["tensors"]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if kwargs.get("out") is not None:
+        return NotImplemented
+    names = tuple(range(tensors[0].dim()))
+    at = dim % (len(names) + 1)
+    return run_labels(
+        view, lambda *local: torch.stack(local, at), tensors, [names] * len(tensors),
+        [(*names[:at], "stack", *names[at:])], sizes={"stack": len(tensors)},
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """How one parameter is cut over the ranks of the tensor axis, and how the pieces become it again.
 
-A `Split` is a plain value: the planner makes it, `apply_tensor` cuts weights by it, and whoever
+A `Split` is a plain value: the planner makes it, `cut_layers` cuts weights by it, and whoever
 compares or saves weights (verification, checkpoints) puts the pieces together with `gather_full`.
 """
 

@@ -33,8 +33,8 @@ def dropout(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) 
     x, p = given["input"], given.get("p", 0.5)
     if not given.get("training", given.get("train", True)) or p == 0 or not isinstance(x, DTensor):
         return x
-    x = view.settle(x)
-    local = view.dropout(view.local(x, x.placements, x.placements), p, view.part(x))
+    x = view.in_order(view.settle(x))
+    local = view.dropout(view.own(x), p, view.part(x))
     return enter(local, view.mesh, x.placements, x.shape)
 
 
@@ -50,7 +50,7 @@ ELEMENTWISE = frozenset(
     ge __ge__ logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
     bitwise_xor __and__ __or__ __xor__ __invert__ __rand__ __ror__ isnan isinf isfinite to type float
     double half bfloat16 int long bool type_as contiguous clone detach zeros_like ones_like full_like
-    real conj hypot copysign xlogy __lshift__ __rshift__ cpu cuda""")
+    real conj hypot copysign xlogy __lshift__ __rshift__ cpu cuda data""")
 )
 VIEWS = frozenset(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"))
 REARRANGED = frozenset(
@@ -66,7 +66,7 @@ DROPOUTS = frozenset(("dropout", "feature_dropout"))
 
 NATIVE = frozenset(
     _words("""shape device dtype is_leaf requires_grad grad grad_fn layout ndim is_cuda is_meta is_cpu
-    is_sparse is_quantized is_mkldnn is_nested itemsize nbytes data names is_mps is_xpu is_complex
+    is_sparse is_quantized is_mkldnn is_nested itemsize nbytes names is_mps is_xpu is_complex
     is_floating_point is_signed is_same_size size dim ndimension numel nelement stride __len__
     element_size storage_offset is_contiguous requires_grad_ retain_grad register_hook backward
     get_device __hash__ __repr__ __str__ __format__ to_local full_tensor redistribute placements
@@ -78,12 +78,9 @@ TO_PYTHON = frozenset(
     _words("""item tolist numpy __bool__ __int__ __float__ __index__ __contains__ allclose equal is_nonzero
     __complex__ __array__""")
 )
-FUSED = VIEWS | PARTS
-"""Functions whose rule knows the output of a fused projection."""
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, rules.elementwise),
-    **dict.fromkeys(VIEWS - {"view_as", "reshape_as"}, views.reshape),
+    **dict.fromkeys(VIEWS, views.reshape),
     **dict.fromkeys(REARRANGED, views.rearrange),
     **dict.fromkeys(PARTS, views.part),
     **dict.fromkeys(REDUCED, rules.reduction),
@@ -96,12 +93,16 @@ RULES: dict[str, Rule] = {
     "linear": rules.linear,
     "einsum": rules.einsum,
     **dict.fromkeys(("cat", "concat", "concatenate"), rules.cat),
+    "stack": rules.stack,
     "__getitem__": views.getitem,
     "embedding": views.embedding,
     "dropout": dropout,
     "scaled_dot_product_attention": attention,
     "cross_entropy": cross_entropy,
 }
+
+KNOWS_RUNS = frozenset(RULES) - {"scaled_dot_product_attention"}
+"""Functions whose rule takes tensors that are cut in runs (`runs.py`) as they are."""
 
 
 def name_of(func: Any) -> str:

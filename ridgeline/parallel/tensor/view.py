@@ -6,7 +6,7 @@ DTensor runs by a rule on plain local tensors (`rules.py`, `views.py`, `attentio
 without a rule gets its arguments whole, computes on every rank, and is named in `fallbacks`: that is
 always right, and only costs. Parameters and constants stay plain and count as whole on every rank.
 Their gradients are complete over the tensor axis, and partial over the context axis, to be summed
-there by whoever reduces gradients. Made by `apply_tensor`.
+there by whoever reduces gradients. Made by `parallel/apply.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ridgeline.errors import UsageError
+from ridgeline.parallel.fallbacks import Fallbacks
 from ridgeline.parallel.tensor import table
 from ridgeline.parallel.tensor.attention import attend
-from ridgeline.parallel.tensor.move import Placements, enter, leave, local_shape
-from ridgeline.parallel.tensor.split import chunk_sizes
+from ridgeline.parallel.tensor.move import Placements, enter, local_shape, plain_gradient
+from ridgeline.parallel.tensor.runs import Runs, local_runs, part_indices
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -89,8 +90,8 @@ class GlobalView(TorchFunctionMode):
         function of one's own gets queries, keys and values cut along the sequence, a mask whole, and
         `lengths` and `kv_lengths`: how many queries and keys each rank has."""
         self.dropout: Callable[[Tensor, float, Part], Tensor] = draw_dropout
-        self.fallbacks: dict[str, int] = {}
-        """Functions that got cut arguments whole, and how often."""
+        self.fallbacks = Fallbacks()
+        """Functions that got cut arguments whole."""
         self.splits: dict[str, Any] = {}
         self.report: str = ""
         self._depth = 0
@@ -120,12 +121,13 @@ class GlobalView(TorchFunctionMode):
     def is_cut(self, x: Any, dim: int) -> bool:
         return isinstance(x, DTensor) and Shard(dim) in x.placements
 
-    def fused_parts(self, x: Any) -> int:
-        """How many parts a fused projection's output `x` has; 0 for any other tensor."""
-        return getattr(x, "_fused_parts", 0)
+    def runs(self, x: Any) -> Runs:
+        """Of how many runs the dim consists that is cut over each axis: see `runs.py`."""
+        return getattr(x, "_runs", None) or (1,) * self.mesh.ndim
 
-    def mark_fused(self, x: DTensor, parts: int) -> DTensor:
-        x._fused_parts = parts  # type: ignore[attr-defined]
+    def mark_runs(self, x: DTensor, runs: Runs) -> DTensor:
+        if max(runs) > 1:
+            x._runs = runs  # type: ignore[attr-defined]
         return x
 
     def note_view(self, base: DTensor, x: DTensor) -> DTensor:
@@ -153,81 +155,75 @@ class GlobalView(TorchFunctionMode):
         return enter(tensor, self.mesh, self.replicated, tensor.shape, grads)
 
     @_quietly
-    def local(self, x: Tensor, placements: Placements, grads: Placements) -> Tensor:
+    def local(
+        self, x: Tensor, placements: Placements, grads: Placements, runs: Runs | None = None
+    ) -> Tensor:
         """The local part of `x` in `placements`; several uses share one, and its gradient."""
+        runs = runs or (1,) * self.mesh.ndim
         if not isinstance(x, DTensor):
             if placements == grads == self.replicated and self.cp is None:
                 return x
-            return leave(self.wrap(x), placements, grads)
-        x = x if x.placements == placements else self._unfused(x)
+            return local_runs(self.wrap(x), self.runs(x), placements, grads, runs)
         kept = x.__dict__.setdefault("_locals", {})
-        key = (placements, grads, torch.is_grad_enabled())
+        key = (placements, grads, runs, torch.is_grad_enabled())
         if key not in kept:
-            kept[key] = leave(x, placements, grads)
+            kept[key] = local_runs(x, self.runs(x), placements, grads, runs)
         return kept[key]  # type: ignore[no-any-return]
 
+    def own(self, x: DTensor) -> Tensor:
+        """The local part of `x` as it is."""
+        return self.local(x, x.placements, plain_gradient(x.placements), self.runs(x))
+
     @_quietly
-    def move(self, x: DTensor, placements: Placements) -> DTensor:
+    def move(self, x: DTensor, placements: Placements, runs: Runs | None = None) -> DTensor:
         """`x` in other placements, differentiably."""
-        if x.placements == placements and not self.fused_parts(x):
+        runs = runs or (1,) * self.mesh.ndim
+        if x.placements == placements and self.runs(x) == runs:
             return x
-        local = self.local(x, placements, placements)
-        return enter(local, self.mesh, placements, x.shape)
+        local = self.local(x, placements, placements, runs)
+        return self.mark_runs(enter(local, self.mesh, placements, x.shape), runs)
 
     @_quietly
     def settle(self, x: DTensor) -> DTensor:
         """`x` without pending sums."""
         if not any(p.is_partial() for p in x.placements):
             return x
-        return self.move(x, tuple(Replicate() if p.is_partial() else p for p in x.placements))
+        return self.move(x, plain_gradient(x.placements), self.runs(x))
 
     @_quietly
     def stream(self, x: DTensor) -> DTensor:
         """What a split layer's partial output becomes between blocks: whole, or cut by sequence."""
-        place = Shard(1) if self.sp and x.dim() >= 3 else Replicate()
-        places = [Replicate() if p.is_partial() else p for p in x.placements]
+        places, runs = list(plain_gradient(x.placements)), list(self.runs(x))
         if self.tp is not None:
-            places[self.tp] = place
-        return self.move(x, tuple(places))
+            places[self.tp] = Shard(1) if self.sp and x.dim() >= 3 else Replicate()
+            runs[self.tp] = 1
+        return self.move(x, tuple(places), tuple(runs))
 
     @_quietly
     def whole(self, x: DTensor) -> DTensor:
         """`x` whole on every rank."""
-        return self.move(self._unfused(x), self.replicated)
+        return self.move(x, self.replicated)
 
-    def _unfused(self, x: DTensor) -> DTensor:
-        """The output of a fused projection in its true order, whole on the tensor axis."""
-        parts = self.fused_parts(x)
-        if not parts:
+    @_quietly
+    def in_order(self, x: Any) -> Any:
+        """A DTensor without cuts in runs; anything else as it is."""
+        if not isinstance(x, DTensor) or max(self.runs(x)) == 1:
             return x
-        local = self.local(x, x.placements, x.placements)
-        apart = (*x.shape[:-1], parts, x.shape[-1] // parts)
-        places = list(x.placements)
-        assert self.tp is not None
-        places[self.tp] = Shard(x.dim())
-        y = enter(local.unflatten(-1, (parts, -1)), self.mesh, tuple(places), apart)
-        places[self.tp] = Replicate()
-        kept = tuple(places)
-        return enter(self.local(y, kept, kept).flatten(-2), self.mesh, kept, x.shape)
+        pairs = zip(x.placements, self.runs(x), strict=True)
+        return self.move(x, tuple(Replicate() if num > 1 else place for place, num in pairs))
 
     @_quietly
     def plain(self, x: Any) -> Any:
         """A whole plain tensor of a DTensor; anything else as it is."""
         if not isinstance(x, DTensor):
             return x
-        return self.local(self.settle(self._unfused(x)), self.replicated, self.replicated)
+        return self.local(self.settle(x), self.replicated, self.replicated)
 
     def part(self, x: DTensor) -> Part:
-        """Where this rank's part of `x` lies."""
-        start = [0] * x.dim()
-        length = list(x.shape)
-        for axis, place in enumerate(x.placements):
-            if isinstance(place, Shard):
-                sizes = chunk_sizes(length[place.dim], self.mesh.size(axis))
-                rank = self.mesh.get_local_rank(axis)
-                start[place.dim] += sum(sizes[:rank])
-                length[place.dim] = sizes[rank]
-        return Part(tuple(x.shape), tuple(start), tuple(length))
+        """Where this rank's part of `x` lies, which has to be in order."""
+        found = part_indices(x.shape, self.mesh, x.placements, self.runs(x))
+        start, length = zip(*((min(i, default=0), len(i)) for i in found), strict=True)
+        return Part(tuple(x.shape), start, length)
 
     # Entering a model, and the border between pipeline stages
 
@@ -289,7 +285,7 @@ class GlobalView(TorchFunctionMode):
     def leave(self, x: Tensor) -> Tensor:
         """The plain local part of an activation at a pipeline boundary."""
         places = self.boundary(tuple(x.shape))
-        return self.local(self.settle(self._unfused(self.wrap(x))), places, places)
+        return self.local(self.settle(self.wrap(x)), places, places)
 
     @_quietly
     def enter(self, local: Tensor, global_shape: tuple[int, ...]) -> DTensor:
@@ -326,31 +322,29 @@ class GlobalView(TorchFunctionMode):
     def _call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         rule = table.RULES.get(name)
         if rule is not None:
-            if name not in table.FUSED:
-                args, kwargs = tree_map(self._without_fused, (args, kwargs))
+            if name not in table.KNOWS_RUNS:
+                args, kwargs = tree_map(self.in_order, (args, kwargs))
             result = rule(self, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         return self._whole_call(name, func, args, kwargs)
 
-    def _without_fused(self, value: Any) -> Any:
-        return self._unfused(value) if isinstance(value, DTensor) else value
-
     def _whole_call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """The function on whole arguments, on every rank."""
-        cut = False
+        gathered: list[Tensor] = []
 
         def gather(value: Any) -> Any:
-            nonlocal cut
             if isinstance(value, Tensor):
                 value = self.wrap(value)
-                cut |= value.placements != self.replicated
+                if value.placements != self.replicated:
+                    gathered.append(value)
                 return self.plain(value)
             return value
 
         args, kwargs = tree_map(gather, (args, kwargs))
-        if cut:
-            self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
+        if gathered:
+            largest = max(gathered, key=Tensor.numel)
+            self.fallbacks.note(name, largest.shape, sum(t.nbytes for t in gathered))
         result = func(*args, **kwargs)
         if name in table.TO_PYTHON:
             return result

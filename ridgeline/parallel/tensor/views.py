@@ -1,8 +1,7 @@
 """Rules for functions that only rearrange: views, permutations, indices, parts, lookups by index.
 
 A cut dim that comes through whole stays cut; a view may turn it into another dim if the pieces come
-out the same. The output of a fused projection (`view.mark_fused`) is special: each rank holds its share
-of every part, which is no plain cut of the joint dim, until a view or a split takes the parts apart.
+out the same, or into the runs of a larger one (`runs.py`), until a view or a split takes those apart.
 Called by `view.py` through its table.
 """
 
@@ -18,7 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ridgeline.parallel.tensor.move import enter, local_shape
 from ridgeline.parallel.tensor.rules import run_labels
-from ridgeline.parallel.tensor.shapes import follow_strides, follow_view, meta_like, view_groups
+from ridgeline.parallel.tensor.runs import cut_dims, follow_cut
+from ridgeline.parallel.tensor.shapes import follow_strides, meta_like
 
 if TYPE_CHECKING:
     from ridgeline.parallel.tensor.view import GlobalView
@@ -29,67 +29,37 @@ def reshape(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) 
     x = args[0]
     if not isinstance(x, DTensor) or any(isinstance(a, torch.dtype) for a in args):
         return NotImplemented
-    after = tuple(func(meta_like(x.shape), *args[1:], **kwargs).shape)
-    parts = view.fused_parts(x)
-    if parts:
-        made = _reshape_fused(view, x, parts, after)
-        if made is not None:
-            return view.note_view(x, made)
-        x = view.whole(x)
-    before: list[Placement] = []
-    placements: list[Placement] = []
-    for place in x.placements:
-        to = _follow(view, x, place.dim, after) if isinstance(place, Shard) else None
-        before.append(place if to is not None else Replicate())
-        placements.append(Replicate() if to is None else Shard(to))
-    return view.note_view(x, _rearranged(view, x, before, placements, after))
+    if func.__name__ in ("view_as", "reshape_as"):
+        after = tuple(args[1].shape)
+    else:
+        after = tuple(func(meta_like(x.shape), *args[1:], **kwargs).shape)
+    places: list[Placement] = []
+    runs: list[int] = []
+    origin: dict[int, int] = {}
+    kept: list[Placement] = []
+    for place, num in zip(x.placements, view.runs(x), strict=True):
+        to = _follow(view, x, place.dim, num, after) if isinstance(place, Shard) else None
+        if to is not None and origin.setdefault(to[0], place.dim) != place.dim:
+            to = None  # another dim's pieces are in the same one
+        places.append(Replicate() if to is None else Shard(to[0]))
+        runs.append(1 if to is None else to[1])
+        kept.append(place if to is not None else Replicate())
+    pairs = zip(kept, view.runs(x), strict=True)
+    before = tuple(num if place.is_shard() else 1 for place, num in pairs)
+    local = view.local(x, tuple(kept), tuple(kept), before)
+    local = local.reshape(local_shape(after, view.mesh, tuple(places), runs))
+    made = view.mark_runs(enter(local, view.mesh, tuple(places), after), tuple(runs))
+    return view.note_view(x, made)
 
 
-def _follow(view: GlobalView, x: DTensor, dim: int, after: Sequence[int]) -> int | None:
-    to = follow_view(x.shape, after, dim)
-    if to is None or after[to] == x.shape[dim]:
-        return to
+def _follow(
+    view: GlobalView, x: DTensor, dim: int, runs: int, after: Sequence[int]
+) -> tuple[int, int] | None:
     pieces = 1
     for axis, place in enumerate(x.placements):
-        if isinstance(place, Shard) and place.dim == dim:
+        if place == Shard(dim):
             pieces *= view.mesh.size(axis)
-    return to if x.shape[dim] % pieces == 0 and after[to] % pieces == 0 else None
-
-
-def _rearranged(
-    view: GlobalView,
-    x: DTensor,
-    before: Sequence[Placement],
-    placements: Sequence[Placement],
-    after: Sequence[int],
-) -> DTensor:
-    local = view.local(x, tuple(before), tuple(before))
-    local = local.reshape(local_shape(after, view.mesh, tuple(placements)))
-    return enter(local, view.mesh, tuple(placements), after)
-
-
-def _reshape_fused(
-    view: GlobalView, x: DTensor, parts: int, after: Sequence[int]
-) -> DTensor | None:
-    """(..., parts * features) -> (..., parts, heads, width): the heads are cut."""
-    last = x.dim() - 1
-    groups = view_groups(x.shape, after)
-    to = next((second for first, second in groups if first == (last,)), ())
-    size = view.mesh.size(view.tp)
-    if len(to) < 2 or after[to[0]] != parts or after[to[1]] % size:
-        return None
-    placements = []
-    for axis, place in enumerate(x.placements):
-        if axis == view.tp:
-            placements.append(Shard(to[1]))
-        elif isinstance(place, Shard):
-            dim = _follow(view, x, place.dim, after)
-            if dim is None:
-                return None
-            placements.append(Shard(dim))
-        else:
-            placements.append(place)
-    return _rearranged(view, x, x.placements, placements, after)
+    return follow_cut(x.shape, after, dim, runs, pieces)
 
 
 def rearrange(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -97,8 +67,6 @@ def rearrange(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any
     x, *rest = args
     if not isinstance(x, DTensor) or any(isinstance(a, Tensor) for a in rest):
         return NotImplemented
-    if view.fused_parts(x):
-        x = view.whole(x)
     call = lambda t: func(t, *rest, **kwargs)  # noqa: E731
     found = follow_strides(x.shape, call)
     if found is None:
@@ -109,7 +77,9 @@ def rearrange(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any
         else place
         for place in x.placements
     )
-    local = view.local(x, placements, placements)
+    pairs = zip(placements, view.runs(x), strict=True)
+    runs = tuple(num if place.is_shard() else 1 for place, num in pairs)
+    local = view.local(x, placements, placements, runs)
     outcome = call(local) if func.__name__ not in _SIZED else None
     several = isinstance(outcome, (tuple, list))
     made = []
@@ -118,10 +88,11 @@ def rearrange(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any
             Shard(origin.index(p.dim)) if isinstance(p, Shard) else p for p in placements
         )
         if outcome is None:
-            part = local.expand(local_shape(shape, view.mesh, places))
+            part = local.expand(local_shape(shape, view.mesh, places, runs))
         else:
             part = outcome[i] if several else outcome
-        made.append(view.note_view(x, enter(part, view.mesh, places, shape)))
+        result = view.mark_runs(enter(part, view.mesh, places, shape), runs)
+        made.append(view.note_view(x, result))
     return tuple(made) if several else made[0]
 
 
@@ -129,19 +100,20 @@ _SIZED = ("expand", "expand_as", "broadcast_to")  # they name sizes, which are g
 
 
 def part(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """chunk and split: as rearrange, but the parts of a fused projection come apart where cut."""
+    """chunk and split: as rearrange, but the runs of a dim come apart where they are cut."""
     x = args[0]
-    parts = view.fused_parts(x)
-    if parts:
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    num = (
+        cut_dims(x.placements, view.runs(x)).get(dim % x.dim(), 1) if isinstance(x, DTensor) else 1
+    )
+    if num > 1:
         shapes = [tuple(t.shape) for t in func(meta_like(x.shape), *args[1:], **kwargs)]
-        width = x.shape[-1] // parts
-        if dim % x.dim() == x.dim() - 1 and [s[-1] for s in shapes] == [width] * parts:
-            local = view.local(x, x.placements, x.placements)
-            pieces = local.chunk(parts, -1)
+        if [shape[dim] for shape in shapes] == [x.shape[dim] // num] * num:
+            pairs = zip(x.placements, view.runs(x), strict=True)
+            runs = tuple(1 if place == Shard(dim % x.dim()) else n for place, n in pairs)
             return tuple(
-                view.note_view(x, enter(piece, view.mesh, x.placements, shape))
-                for piece, shape in zip(pieces, shapes, strict=True)
+                view.note_view(x, view.mark_runs(enter(t, view.mesh, x.placements, shape), runs))
+                for t, shape in zip(view.own(x).chunk(num, dim), shapes, strict=True)
             )
     return rearrange(view, func, args, kwargs)
 
