@@ -32,6 +32,9 @@ class Ranks:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._folder = tempfile.TemporaryDirectory(prefix="ridgeline-verify-")
+        import torch._dynamo  # a second that building an optimizer costs every rank
+        import torch.utils.flop_counter  # noqa: F401
+
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._processes = []

@@ -41,14 +41,12 @@ def record_training(config: RunConfig, env: RankEnv) -> Recording:
     recording.num_parameters = training.model_facts.num_parameters
     try:
         training.arranged.train()
-        for step, batch in enumerate(_batches(training)):
-            rate = training.peak_lr * training.schedule(step)
-            for group in training.optimizer.param_groups:
-                group["lr"] = rate
+        for step, batch in enumerate(batches(training)):
+            training.set_lr(step)
             share = training.forward_backward(training.to_device(batch), training.clock)
             loss = training.mesh.sum_over_data(share.double())
             recording.losses.append(float(loss))
-            recording.gradients.append(to_numpy(full_gradients(training.arranged)))
+            recording.gradients.append(unscaled(training, full_gradients(training.arranged)))
             training.update()
             recording.weights.append(to_numpy(full_state(training.arranged)))
     finally:
@@ -56,7 +54,8 @@ def record_training(config: RunConfig, env: RankEnv) -> Recording:
     return recording
 
 
-def _batches(training: Training) -> Iterator[Batch]:
+def batches(training: Training) -> Iterator[Batch]:
+    """The batches of all steps, over as many epochs as that takes."""
     epoch, left = 0, training.num_steps
     while left:
         for batch in training.loader.epoch(epoch):
@@ -65,6 +64,12 @@ def _batches(training: Training) -> Iterator[Batch]:
             if not left:
                 return
         epoch += 1
+
+
+def unscaled(training: Training, gradients: dict[str, torch.Tensor]) -> Tensors:
+    """Gradients of the loss itself, where fp16 has scaled it."""
+    scale = training.precision.scale()
+    return {name: value / scale for name, value in to_numpy(gradients).items()}
 
 
 def to_numpy(tensors: dict[str, torch.Tensor]) -> Tensors:

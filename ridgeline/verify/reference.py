@@ -8,7 +8,6 @@ the other, and the exchange is plain arithmetic. Called by `run.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from ridgeline.parallel.compress import Memory, reference_compress
 from ridgeline.parallel.gather import full_gradients, full_state
 from ridgeline.parallel.localsync import reference_local_sync
 from ridgeline.train.setup import Training, build_training
-from ridgeline.verify.record import Recording, to_numpy
+from ridgeline.verify.record import Recording, to_numpy, unscaled
 
 
 def needs_simulation(layout: Layout) -> bool:
@@ -29,9 +28,7 @@ def needs_simulation(layout: Layout) -> bool:
 
 
 def simulate(config: RunConfig, env: RankEnv, layout: Layout) -> Recording:
-    """The training of `layout`'s replicas on one process; `config` says the microbatches."""
-    parts = Layout(accumulate=max(layout.accumulate, layout.microbatches))
-    config = replace(config, layout=str(parts))
+    """The training of `layout`'s replicas on one process; `config` has microbatches and precision."""
     if layout.sync != "every":
         return _local_steps(config, env, layout.dp, int(layout.sync.partition(":")[2]))
     return _compressed(config, env, layout.dp, layout.compress)
@@ -56,7 +53,7 @@ def _compressed(config: RunConfig, env: RankEnv, num_replicas: int, how: str) ->
         for name, parameter in named:
             parameter.grad = reduced.get(name)
         recording.losses.append(loss)
-        recording.gradients.append(to_numpy(full_gradients(training.arranged)))
+        recording.gradients.append(unscaled(training, full_gradients(training.arranged)))
         training.update()
         recording.weights.append(to_numpy(full_state(training.arranged)))
     return recording
@@ -84,7 +81,7 @@ def _local_steps(config: RunConfig, env: RankEnv, num_replicas: int, every: int)
             reference_local_sync([training.model for training in replicas], seen)
             seen = [0.0] * num_replicas
         recording.losses.append(loss)
-        recording.gradients.append(to_numpy(gradients))
+        recording.gradients.append(unscaled(replicas[0], gradients))
         recording.weights.append(to_numpy(full_state(replicas[0].arranged)))
     return recording
 
@@ -95,9 +92,7 @@ def _begin(training: Training) -> Recording:
 
 
 def _backward(training: Training, batch: Batch, step: int) -> Tensor:
-    rate = training.peak_lr * training.schedule(step)
-    for group in training.optimizer.param_groups:
-        group["lr"] = rate
+    training.set_lr(step)
     share: Tensor = training.forward_backward(training.to_device(batch), training.clock)
     return torch.as_tensor(share)
 

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ridgeline.config import RunConfig
 from ridgeline.errors import RunError, UsageError
 from ridgeline.layout import Layout
+from ridgeline.verify.compare import Sizes
 from ridgeline.verify.run import Row, Verifier
 
 _LONGEST_REASON = 400
@@ -54,13 +55,16 @@ def show_rows(
 
 def _line(row: Row, width: int) -> str:
     found = row.comparison
-    sizes = [found.loss, found.gradient, found.weight] if found is not None else []
-    shown = " ".join(f"{size:<8.1e}" for size in sizes) or " " * 26
-    bound = (
-        f" (bound {found.bound:.1e})" if found is not None and row.precision != "float64" else ""
-    )
+    shown = _numbers(found.sizes) if found is not None else " " * 26
+    bounds = ""
+    if found is not None and row.precision != "float64":
+        bounds = f" (bounds {_numbers(found.bounds).rstrip()})"
     detail = f": {row.detail[:_LONGEST_REASON]}" if row.detail else ""
-    return f"{row.layout!s:<{width}}  {row.precision:<8} {shown} {row.verdict}{detail}{bound}"
+    return f"{row.layout!s:<{width}}  {row.precision:<8} {shown} {row.verdict}{detail}{bounds}"
+
+
+def _numbers(sizes: Sizes) -> str:
+    return " ".join(f"{size:<8.1e}" for size in (sizes.loss, sizes.gradient, sizes.weight))
 
 
 def _conclude(console: Console, rows: list[Row], steps: int, survey: bool) -> None:

@@ -54,7 +54,7 @@ def test_the_same_in_float64_and_in_the_recipes_precision(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert "2 of 2 same after 2 steps" in done.stdout
     assert "fp32" in done.stdout
-    assert "(bound " in done.stdout
+    assert "(bounds " in done.stdout
 
 
 @pytest.mark.parametrize(

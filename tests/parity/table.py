@@ -15,7 +15,7 @@ import importlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ridgeline.config import RunConfig, find_recipe, load_config
 from ridgeline.errors import RunError
@@ -172,7 +172,7 @@ def main() -> int:
             continue
         for row in prove(kind, layouts):
             found = row.comparison
-            sizes = (found.loss, found.gradient, found.weight) if found is not None else ()
+            sizes = astuple(found.sizes) if found is not None else ()
             shown = " ".join(f"{size:<8.1e}" for size in sizes)
             total += 1
             same += row.verdict == "same"
