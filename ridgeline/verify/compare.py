@@ -17,12 +17,15 @@ FLOAT64_BOUND = 1e-9
 """Relative; an error of a formula is many times larger, rounding in float64 a million times smaller."""
 
 
+KINDS = ("loss", "gradient", "weight", "metric")
+
+
 @dataclass(frozen=True)
 class Difference:
     """Where two trainings part."""
 
     kind: str
-    """loss, gradient or weight."""
+    """loss, gradient, weight or metric."""
     name: str
     step: int
     size: float
@@ -40,6 +43,8 @@ class Sizes:
     loss: float
     gradient: float
     weight: float
+    metric: float
+    """Of an evaluation after the last step."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +66,33 @@ class Comparison:
 
 
 def compare(one: Recording, other: Recording) -> Comparison:
-    """`one` is the reference. In the order of computation: a step's loss, gradients, weights."""
-    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+    """`one` is the reference. In the order of computation: loss, gradients, weights, evaluation."""
+    worst = dict.fromkeys(KINDS, 0.0)
     first: Difference | None = None
     require_same_steps(one, other)
     for step in range(len(one.losses)):
         found = [Difference("loss", "", step + 1, relative(one.losses[step], other.losses[step]))]
         found += _tensors("gradient", step + 1, one.gradients[step], other.gradients[step])
         found += _tensors("weight", step + 1, one.weights[step], other.weights[step])
+        if step + 1 == len(one.losses):
+            found += _metrics(step + 1, one.metrics, other.metrics)
         for difference in found:
             worst[difference.kind] = max(worst[difference.kind], difference.size)
             if first is None and not difference.size <= FLOAT64_BOUND:
                 first = difference
-    return Comparison(Sizes(**worst), Sizes(FLOAT64_BOUND, FLOAT64_BOUND, FLOAT64_BOUND), first)
+    return Comparison(Sizes(**worst), Sizes(**dict.fromkeys(KINDS, FLOAT64_BOUND)), first)
 
 
 def require_same_steps(one: Recording, other: Recording) -> None:
     if len(one.losses) != len(other.losses):
         raise ValueError(f"{len(one.losses)} steps and {len(other.losses)} cannot be compared")
+
+
+def _metrics(step: int, one: dict[str, float], other: dict[str, float]) -> list[Difference]:
+    return [
+        Difference("metric", n, step, relative(one.get(n, math.nan), other.get(n, math.nan)))
+        for n in sorted({*one, *other})
+    ]
 
 
 def _tensors(kind: str, step: int, one: Tensors, other: Tensors) -> list[Difference]:

@@ -22,8 +22,16 @@ from ridgeline.data.loader import Batch
 from ridgeline.launch.env import RankEnv
 from ridgeline.parallel.gather import full_gradients, full_state
 from ridgeline.parallel.precision import AUTOCAST
-from ridgeline.train.setup import Training, build_training
-from ridgeline.verify.record import Recording, Tensors, batches, to_numpy, unscaled
+from ridgeline.train.setup import Training
+from ridgeline.verify.record import (
+    Recording,
+    Tensors,
+    batches,
+    build_short,
+    metrics_of,
+    to_numpy,
+    unscaled,
+)
 
 
 def follow(config: RunConfig, env: RankEnv, track: Recording, way: str = "plain") -> Recording:
@@ -32,7 +40,7 @@ def follow(config: RunConfig, env: RankEnv, track: Recording, way: str = "plain"
     plain: as it is; reordered: the samples of each microbatch in another order; narrow: weights and
     gradients in 16 bits, as sharded replicas keep them.
     """
-    training = build_training(config, env)
+    training = build_short(config, env)
     training.arranged.train()
     found = Recording()
     before = to_numpy(full_state(training.arranged))
@@ -49,6 +57,8 @@ def follow(config: RunConfig, env: RankEnv, track: Recording, way: str = "plain"
             _update(training, track.gradients[step])
             found.weights.append(to_numpy(full_state(training.arranged)))
             before = track.weights[step]
+        _load(training.model, before)
+        found.metrics = metrics_of(training)
     finally:
         training.close_loaders()
     return found

@@ -19,8 +19,8 @@ from ridgeline.layout import Layout
 from ridgeline.parallel.compress import Memory, reference_compress
 from ridgeline.parallel.gather import full_gradients, full_state
 from ridgeline.parallel.localsync import reference_local_sync
-from ridgeline.train.setup import Training, build_training
-from ridgeline.verify.record import Recording, to_numpy, unscaled
+from ridgeline.train.setup import Training
+from ridgeline.verify.record import Recording, build_short, metrics_of, to_numpy, unscaled
 
 
 def needs_simulation(layout: Layout) -> bool:
@@ -35,7 +35,7 @@ def simulate(config: RunConfig, env: RankEnv, layout: Layout) -> Recording:
 
 
 def _compressed(config: RunConfig, env: RankEnv, num_replicas: int, how: str) -> Recording:
-    training = build_training(config, env)
+    training = build_short(config, env)
     # By their names in the whole that is replicated, of which the first guess at a low rank is made.
     whole = training.arranged.objective
     named = [(n, p) for n, p in whole.named_parameters() if p.requires_grad]
@@ -56,11 +56,12 @@ def _compressed(config: RunConfig, env: RankEnv, num_replicas: int, how: str) ->
         recording.gradients.append(unscaled(training, full_gradients(training.arranged)))
         training.update()
         recording.weights.append(to_numpy(full_state(training.arranged)))
+    recording.metrics = metrics_of(training)
     return recording
 
 
 def _local_steps(config: RunConfig, env: RankEnv, num_replicas: int, every: int) -> Recording:
-    replicas = [build_training(config, env) for _ in range(num_replicas)]
+    replicas = [build_short(config, env) for _ in range(num_replicas)]
     recording = _begin(replicas[0])
     seen = [0.0] * num_replicas
     for step, batches in enumerate(_deals(replicas[0], num_replicas)):
@@ -83,6 +84,9 @@ def _local_steps(config: RunConfig, env: RankEnv, num_replicas: int, every: int)
         recording.losses.append(loss)
         recording.gradients.append(unscaled(replicas[0], gradients))
         recording.weights.append(to_numpy(full_state(replicas[0].arranged)))
+    if any(seen):  # an evaluation is of the replicas' mean
+        reference_local_sync([training.model for training in replicas], seen)
+    recording.metrics = metrics_of(replicas[0])
     return recording
 
 

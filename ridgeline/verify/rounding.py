@@ -14,14 +14,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ridgeline.verify.compare import Comparison, Difference, Sizes, relative, require_same_steps
+from ridgeline.verify.compare import (
+    KINDS,
+    Comparison,
+    Difference,
+    Sizes,
+    relative,
+    require_same_steps,
+)
 from ridgeline.verify.record import Recording, Tensors
 
 FACTOR = 3.0
 """What a layout may add to one device's rounding: partial sums and activations rounded once more."""
-EPS = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Half a unit in the last place; no measurement counts for less, because one can be small by luck."""
-_WEIGHT_EPS = 2.0**-24
+EPS = {"fp32": 2.0**-21, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Half a unit in the last place; no measurement counts for less, because one can be small by luck. In
+float32, where sums themselves are rounded, a few units: still a thousand times below any mistake."""
+_WEIGHT_EPS = 2.0**-22
 """Weights are kept in float32 in every precision."""
 _TELLING = 0.05
 """A gradient that is wrong by this much has to show, in one tensor at least."""
@@ -39,6 +47,8 @@ class Rounding:
     distances: dict[str, float] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
+    evaluation: float = 0.0
+    """Of the evaluation's loss; other metrics, like accuracy, jump."""
 
 
 def measure(
@@ -46,7 +56,7 @@ def measure(
 ) -> Rounding:
     """How far `rounded` trainings of one device are from `exact`; `before` was measured already."""
     eps = EPS[precision]
-    found = Rounding(loss=eps) if before is None else copy.deepcopy(before)
+    found = Rounding(loss=eps, evaluation=eps) if before is None else copy.deepcopy(before)
     for other in rounded:
         for step, loss in enumerate(exact.losses):
             found.loss = _larger(found.loss, relative(loss, other.losses[step]))
@@ -56,13 +66,14 @@ def measure(
                 _raise(found.factors, name, max(factor, least, eps))
             for name, distance in _distances(exact.weights[step], other.weights[step]):
                 _raise(found.weights, name, max(distance, _WEIGHT_EPS))
+        found.evaluation = _larger(found.evaluation, _evaluations(exact, other))
     return found
 
 
 def compare_rounded(exact: Recording, other: Recording, rounding: Rounding) -> Comparison:
-    """`other` is a layout's training; in the order of computation: loss, gradients, weights."""
+    """`other` is a layout's training; in the order of computation: loss, gradients, weights, evaluation."""
     require_same_steps(exact, other)
-    nearest = dict.fromkeys(("loss", "gradient", "weight"), (0.0, 0.0, 0.0))
+    nearest = dict.fromkeys(KINDS, (0.0, 0.0, 0.0))
     first: Difference | None = None
     for step in range(len(exact.losses)):
         found = [("loss", "", relative(exact.losses[step], other.losses[step]), rounding.loss)]
@@ -71,6 +82,8 @@ def compare_rounded(exact: Recording, other: Recording, rounding: Rounding) -> C
             found.append(("gradient", name, factor, rounding.factors.get(name, 0.0)))
         for name, distance in _distances(exact.weights[step], other.weights[step]):
             found.append(("weight", name, distance, rounding.weights.get(name, 0.0)))
+        if step + 1 == len(exact.losses):
+            found.append(("metric", "loss", _evaluations(exact, other), rounding.evaluation))
         for kind, name, size, measured in found:
             bound = FACTOR * measured
             nearness = size / bound if bound else math.inf
@@ -103,6 +116,12 @@ def _why_unclear(exact: Recording, rounding: Rounding) -> str:
         name = max(blind, key=lambda name: blind[name])
         return f"rounding alone moves gradient {name} by {bounds[name] / FACTOR:.0%} on one device"
     return ""
+
+
+def _evaluations(exact: Recording, other: Recording) -> float:
+    if "loss" not in exact.metrics:
+        return 0.0
+    return relative(exact.metrics["loss"], other.metrics.get("loss", math.nan))
 
 
 def _gradients(exact: Recording, other: Recording, step: int) -> list[tuple[str, float, float]]:

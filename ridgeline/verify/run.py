@@ -72,8 +72,8 @@ class Verifier:
         for layout in layouts:
             check_batch(self.config, layout)
         self._ranks: dict[int, Ranks] = {}
-        self._references: dict[tuple[str, str], Recording] = {}
-        self._roundings: dict[tuple[str, str], Rounding] = {}
+        self._references: dict[tuple[object, ...], Recording] = {}
+        self._roundings: dict[tuple[object, ...], Rounding] = {}
 
     def check(self, layout: Layout, precision: str = "float64") -> Row:
         """Train in `layout` and compare with one device."""
@@ -96,42 +96,41 @@ class Verifier:
         found = self._record(layout, layout.precision)
         if needs_simulation(layout):
             return compare_rounded(self._reference(layout, "float64"), found, rounding)
-        alone, precision = _alone(layout), layout.precision
-        exact = self._follow(alone, "float64", found)
+        precision = layout.precision
+        exact = self._follow(layout, "float64", found)
         verdict = compare_rounded(exact, found, rounding)
         if not verdict.same:
             # Where two values nearly tie (a maximum, a kink) rounding depends on the weights: before
             # a layout is blamed, one device shows what it makes of these.
-            here = self._follow(alone, precision, found)
+            here = self._follow(layout, precision, found)
             verdict = compare_rounded(exact, found, measure(exact, [here], precision, rounding))
         return verdict
 
     def _rounding(self, layout: Layout) -> Rounding:
         """How far one device is from float64 in the layout's precision; measured once for each."""
         precision, simulated = layout.precision, needs_simulation(layout)
-        key = (str(layout) if simulated else str(_alone(layout)), precision)
+        key = _reference_key(layout, precision)
         if key not in self._roundings:
             one = self._reference(layout, precision)
             if simulated:
                 exact, more = self._reference(layout, "float64"), []
             else:
-                exact = self._follow(_alone(layout), "float64", one)
+                exact = self._follow(layout, "float64", one)
                 way = "narrow" if precision in AUTOCAST else "reordered"
-                more = [self._follow(_alone(layout), precision, one, way)]
+                more = [self._follow(layout, precision, one, way)]
             self._roundings[key] = measure(exact, [one, *more], precision)
         return self._roundings[key]
 
     def _reference(self, layout: Layout, precision: str) -> Recording:
         """One device, with the microbatches of the layout: batch norm sees one at a time."""
-        alone, simulated = _alone(layout), needs_simulation(layout)
-        key = (str(layout.replace(precision="fp32") if simulated else alone), precision)
+        key = _reference_key(layout, precision)
         if key not in self._references:
             try:
-                if simulated:
-                    config = self._configured(alone, precision)
+                config = self._configured(_alone(layout), precision, even=layout.compile)
+                if needs_simulation(layout):
                     self._references[key] = self._on(1)(_simulate, config, str(layout))
                 else:
-                    self._references[key] = self._record(alone, precision)
+                    self._references[key] = self._on(1)(_record, config)
             except RunError as error:
                 # Nothing to compare with: no layout is at fault.
                 raise BrokenReference(
@@ -142,20 +141,25 @@ class Verifier:
     def _follow(
         self, layout: Layout, precision: str, track: Recording, way: str = "plain"
     ) -> Recording:
-        found: Recording = self._on(1)(_follow, self._configured(layout, precision), track, way)
+        """What one device finds along the training of `layout`."""
+        config = self._configured(_alone(layout), precision, even=layout.compile)
+        found: Recording = self._on(1)(_follow, config, track, way)
         return found
 
     def _record(self, layout: Layout, precision: str) -> Recording:
         ranks = self._on(layout.world_size)
-        recording: Recording = ranks(_record, self._configured(layout, precision))
+        config = self._configured(layout, precision, even=layout.compile)
+        recording: Recording = ranks(_record, config)
         return recording
 
-    def _configured(self, layout: Layout, precision: str) -> RunConfig:
+    def _configured(self, layout: Layout, precision: str, even: bool) -> RunConfig:
+        """Batches of one size only where `even`: for the compiler another size is half a minute."""
         dtype = "float64" if precision == "float64" else "float32"
         layout = layout.replace(precision="fp32" if precision == "float64" else precision)
+        data = replace(self.config.data, drop_last=self.config.data.drop_last or even)
         text = f"dp={layout.dp}," + str(layout.replace(dp=1)).removeprefix("dp=1")
         model = replace(self.config.model, dtype=dtype)
-        return replace(self.config, layout=text.rstrip(","), model=model)
+        return replace(self.config, layout=text.rstrip(","), model=model, data=data)
 
     def _on(self, num_ranks: int) -> Ranks:
         ranks = self._ranks.get(num_ranks)
@@ -166,6 +170,13 @@ class Verifier:
     def close(self) -> None:
         for ranks in self._ranks.values():
             ranks.close()
+
+
+def _reference_key(layout: Layout, precision: str) -> tuple[object, ...]:
+    """Layouts of which one device's training is the same."""
+    simulated = needs_simulation(layout)
+    alone = layout.replace(precision="fp32") if simulated else _alone(layout)
+    return alone, precision, layout.compile
 
 
 def _alone(layout: Layout) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import astuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,14 +30,12 @@ def show_rows(
     work = [(layout, "float64") for layout in layouts]
     # A layout that names a precision is tried in that, the others in the recipe's.
     work += [(x, x.precision if x.precision != "fp32" else precision) for x in layouts]
-    width = max(len(str(layout)) for layout in layouts)
+    header, width = header_of(layouts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
             task = progress.add_task("", total=len(work))
-            progress.console.print(
-                f"{'layout':<{width}}  {'in':<8} loss     gradient weight   verdict"
-            )
+            progress.console.print(header)
             refused: set[Layout] = set()
             for layout, kind in work:
                 progress.update(task, description=f"{layout} in {kind}")
@@ -46,16 +45,23 @@ def show_rows(
                     if row.refused:
                         refused.add(layout)
                     if full or not (row.refused and survey):
-                        progress.console.print(_line(row, width))
+                        progress.console.print(row_of(row, width))
                 progress.advance(task)
     finally:
         verifier.close()
     _conclude(console, rows, steps, survey)
 
 
-def _line(row: Row, width: int) -> str:
+def header_of(layouts: list[Layout]) -> tuple[str, int]:
+    """The names of the columns, and the width of the first."""
+    width = max(len("layout"), *(len(str(layout)) for layout in layouts))
+    columns = " ".join(f"{name:<8}" for name in ("in", "loss", "gradient", "weight", "eval"))
+    return f"{'layout':<{width}}  {columns} verdict", width
+
+
+def row_of(row: Row, width: int) -> str:
     found = row.comparison
-    shown = _numbers(found.sizes) if found is not None else " " * 26
+    shown = _numbers(found.sizes) if found is not None else " " * 35
     bounds = ""
     if found is not None and row.precision != "float64":
         bounds = f" (bounds {_numbers(found.bounds).rstrip()})"
@@ -64,7 +70,7 @@ def _line(row: Row, width: int) -> str:
 
 
 def _numbers(sizes: Sizes) -> str:
-    return " ".join(f"{size:<8.1e}" for size in (sizes.loss, sizes.gradient, sizes.weight))
+    return " ".join(f"{size:<8.1e}" for size in astuple(sizes))
 
 
 def _conclude(console: Console, rows: list[Row], steps: int, survey: bool) -> None:

@@ -1,4 +1,4 @@
-"""Proofs in bf16 and fp16: a right layout is the same, and a mistake planted in one differs."""
+"""Proofs in a precision of training: a right layout is the same, and a mistake planted in one differs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.precision import Precision
+from ridgeline.train import evaluate
 from ridgeline.train.setup import Training, build_training
 from ridgeline.verify import record
 from ridgeline.verify.record import Recording
@@ -92,12 +93,28 @@ def _wrong_rate() -> None:
     Training.set_lr = lambda self, step: right(self, step + 1)  # type: ignore[method-assign]
 
 
+def _equal_shares() -> None:
+    def share(self: Arranged, counts: tuple[int, ...], index: int, share: float) -> float:
+        return self.loss_scale / (len(counts) * self.mesh.data_size)
+
+    Arranged.weight_of = share  # type: ignore[method-assign]
+
+
+def _metrics_of_one_rank() -> None:
+    def means(sums: dict[str, Tensor], arranged: Arranged) -> tuple[dict[str, float], int]:
+        return {name: float(total / count) for name, (total, count) in sums.items()}, 0
+
+    evaluate._means = means
+
+
 MISTAKES = {
     "longer gradients": _longer_gradients,
     "no all-reduce": _no_all_reduce,
     "wrong loss scale": _wrong_loss_scale,
     "update of scaled gradients": _update_of_scaled_gradients,
     "wrong rate": _wrong_rate,
+    "equal shares of an uneven batch": _equal_shares,
+    "metrics of one rank": _metrics_of_one_rank,
 }
 _planted = ""
 
@@ -118,6 +135,8 @@ def record_with_mistake(env: RankEnv, config: RunConfig) -> Recording:
         ("wrong loss scale", "mlp", "dp=2,precision=fp16", "gradient"),
         ("update of scaled gradients", "mlp", "dp=2,zero=1,precision=fp16", "weight"),
         ("wrong rate", "cnn", "dp=2,precision=bf16", "weight"),
+        ("equal shares of an uneven batch", "mlp", "dp=2", "at step 2"),
+        ("metrics of one rank", "mlp", "dp=2", "metric loss"),
     ],
 )
 def test_a_planted_mistake_differs(

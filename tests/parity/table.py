@@ -214,7 +214,7 @@ def main() -> int:
     chosen = {k: v for k, v in rows(args.reduced).items() if not args.kind or k in args.kind}
     if args.part:
         chosen = part_of(chosen, *args.part)
-    print(f"{'model':<15}{'layout':<58}loss     gradient weight   verdict")
+    print(f"{'model':<15}{'layout':<58}loss     gradient weight   eval     verdict")
     for kind, layouts in chosen.items():
         if reason := missing(kind):
             unseen += len(layouts)
@@ -227,7 +227,7 @@ def main() -> int:
             total += 1
             same += row.verdict == "same"
             detail = f": {row.detail}" if row.detail else ""
-            print(f"{kind:<15}{row.layout!s:<58}{shown:<27}{row.verdict}{detail}", flush=True)
+            print(f"{kind:<15}{row.layout!s:<58}{shown:<36}{row.verdict}{detail}", flush=True)
     part = "part {}/{}, ".format(*args.part) if args.part else ""
     hidden = f", {unseen} not shown" if unseen else ""
     seconds = time.perf_counter() - start
