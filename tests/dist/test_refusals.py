@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ridgeline.config import load_config
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import read_rank_env
+from ridgeline.parallel.tensor.plan import plan_tensor
 from ridgeline.train.setup import build_training
 
 
@@ -144,6 +145,12 @@ def test_every_rank_refuses_at_once(ranks: Any, case: str) -> None:
             assert word in sentence, f"{word!r} is not in {sentence!r}"
         assert "\n" not in sentence
     assert len(set(sentences)) == 1
+
+
+def test_a_model_that_fails_alone_is_not_told_to_leave_tp_out() -> None:
+    broken = nn.Sequential(nn.Linear(63, 16), nn.ReLU(), nn.Linear(16, 10))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        plan_tensor(broken, 2, (torch.zeros(2, 64),))
 
 
 def train_one_step(overrides: tuple[str, ...], left_out: int) -> str:
