@@ -6,6 +6,7 @@ node that has none. Errors of ours become one line and an exit code: 2 for usage
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -122,6 +123,10 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
     """Everything that can be known to be wrong without starting a process."""
     from ridgeline.layout import Layout, check_available, require_layout
 
+    said = Layout.parse(config.layout, "layout")
+    # What does not compose does so on no number of processes: that comes before their count. Whether
+    # shards and experts divide `dp` is known when `dp` is.
+    require_layout(said.replace(dp=math.lcm(said.dp, said.shard or 1, said.ep)), "layout")
     layout = Layout.parse_for(config.layout, num_processes, "layout")
     require_layout(layout, "layout")
     for finding in check_available(layout):
@@ -197,7 +202,15 @@ def verify(
     every: Annotated[
         bool, typer.Option("--all", help="Every layout the table allows on up to -n processes.")
     ] = False,
-    processes: Annotated[int, typer.Option("-n", help="Processes for --all.", min=1)] = 4,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            help="Processes: at most so many with --all (default 4); with --layout as in train, where "
+            "a dp that is not said follows from it.",
+            min=1,
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Training steps to compare.", min=1)] = 3,
     full: Annotated[
         bool, typer.Option("--full", help="Show refused layouts' reasons too.")
@@ -208,16 +221,27 @@ def verify(
     from ridgeline.layout import Layout
 
     config = load_config(find_recipe(recipe), overrides or []).config
-    if every == bool(layout):
+    if every and layout:
+        raise UsageError("verify takes --layout (once or more) or --all, not both; leave one out")
+    if not every and not layout:
         raise UsageError("verify needs either --layout (once or more) or --all")
     _require_torch()
     from ridgeline.verify.layouts import all_layouts
     from ridgeline.verify.show import show_rows
 
-    chosen = [Layout.parse(text, "--layout") for text in layout or []]
+    if every:
+        chosen = all_layouts(processes or 4)
+    elif processes is None:
+        chosen = [Layout.parse(text, "--layout") for text in layout or []]
+    else:
+        chosen = [Layout.parse_for(text, processes, "--layout") for text in layout or []]
     wanted = Layout.parse(config.layout, "layout").precision
-    chosen = chosen or all_layouts(processes)
-    show_rows(config, chosen, steps, wanted, every, full)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        show_rows(config, chosen, steps, wanted, every, full)
+    except KeyboardInterrupt:
+        _show_cursor()
+        raise RunError("interrupted; layouts without a row above were not proven") from None
 
 
 @app.command()

@@ -55,7 +55,8 @@ def _sync_batch_norm(built: Arranged) -> None:
         if built.layout.tp > 1 or built.layout.cp > 1:
             raise UsageError(
                 f"ddp.sync_batch_norm=true with {built.layout}: synchronised batch norm does not know "
-                "tensors that are split over tp or cp; leave it or these out"
+                "tensors that are split over tp or cp; use ddp.sync_batch_norm=false, or dp or spatial "
+                "instead of these"
             )
         for module in built.parts:
             changed = apply_sync_batch_norm(module, group, built.share)

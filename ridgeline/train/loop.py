@@ -28,9 +28,7 @@ def train_loop(training: Training, start: Position | None = None) -> Iterator[St
             clock.mark("data_s")
             batch = training.to_device(batch)
             clock.mark("h2d_s")
-            lr = training.peak_lr * training.schedule(position.step)
-            for group in training.optimizer.param_groups:
-                group["lr"] = lr
+            lr = training.set_lr(position.step)
             loss_share, grad_norm = run_step(
                 training.forward_backward, training.update, batch, clock
             )

@@ -78,6 +78,13 @@ class Training:
         """The user's module itself."""
         return self.arranged.model
 
+    def set_lr(self, step: int) -> float:
+        """The learning rate of the step that comes after `step` updates, given to the optimizer."""
+        rate = self.peak_lr * self.schedule(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
     def close_loaders(self) -> None:
         """End the loaders' worker processes, if there are any."""
         self.loader.close()

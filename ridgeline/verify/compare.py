@@ -1,7 +1,7 @@
-"""Two recordings side by side: the first tensor that differs, at which step, and by how much.
+"""Two recordings in float64 side by side: the first tensor that differs, at which step, and by how much.
 
 Differences are relative to the largest element of the tensor, because a single element near zero has no
-digits left to agree in. Called by `run.py` and by the parity tests.
+digits left to agree in. Other precisions: `rounding.py`. Called by `run.py` and by the parity tests.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ FLOAT64_BOUND = 1e-9
 """Relative; an error of a formula is many times larger, rounding in float64 a million times smaller."""
 
 
+KINDS = ("loss", "gradient", "weight", "metric")
+
+
 @dataclass(frozen=True)
 class Difference:
     """Where two trainings part."""
 
     kind: str
-    """loss, gradient or weight."""
+    """loss, gradient, weight or metric."""
     name: str
     step: int
     size: float
@@ -34,37 +37,62 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """How far apart two trainings are, and whether that is within the bound."""
+class Sizes:
+    """One number for each kind of thing that is compared."""
 
     loss: float
     gradient: float
     weight: float
+    metric: float
+    """Of an evaluation after the last step."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far apart two trainings are, and whether that is within the bounds."""
+
+    sizes: Sizes
     """Largest relative differences over all steps and tensors."""
-    bound: float
+    bounds: Sizes
+    """What each may be; where tensors have bounds of their own, that of the tensor nearest to its."""
     first: Difference | None
-    """The first that is beyond the bound; None when the trainings are the same."""
+    """The first that is beyond its bound; None when the trainings are the same."""
+    unclear: str = ""
+    """Why the bounds would not show a mistake; empty when they would."""
 
     @property
     def same(self) -> bool:
         return self.first is None
 
 
-def compare(one: Recording, other: Recording, bound: float = FLOAT64_BOUND) -> Comparison:
-    """`one` is the reference. In the order of computation: a step's loss, gradients, weights."""
-    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+def compare(one: Recording, other: Recording) -> Comparison:
+    """`one` is the reference. In the order of computation: loss, gradients, weights, evaluation."""
+    worst = dict.fromkeys(KINDS, 0.0)
     first: Difference | None = None
-    if len(one.losses) != len(other.losses):
-        raise ValueError(f"{len(one.losses)} steps and {len(other.losses)} cannot be compared")
+    require_same_steps(one, other)
     for step in range(len(one.losses)):
-        found = [Difference("loss", "", step + 1, _relative(one.losses[step], other.losses[step]))]
+        found = [Difference("loss", "", step + 1, relative(one.losses[step], other.losses[step]))]
         found += _tensors("gradient", step + 1, one.gradients[step], other.gradients[step])
         found += _tensors("weight", step + 1, one.weights[step], other.weights[step])
+        if step + 1 == len(one.losses):
+            found += _metrics(step + 1, one.metrics, other.metrics)
         for difference in found:
             worst[difference.kind] = max(worst[difference.kind], difference.size)
-            if first is None and not difference.size <= bound:
+            if first is None and not difference.size <= FLOAT64_BOUND:
                 first = difference
-    return Comparison(worst["loss"], worst["gradient"], worst["weight"], bound, first)
+    return Comparison(Sizes(**worst), Sizes(**dict.fromkeys(KINDS, FLOAT64_BOUND)), first)
+
+
+def require_same_steps(one: Recording, other: Recording) -> None:
+    if len(one.losses) != len(other.losses):
+        raise ValueError(f"{len(one.losses)} steps and {len(other.losses)} cannot be compared")
+
+
+def _metrics(step: int, one: dict[str, float], other: dict[str, float]) -> list[Difference]:
+    return [
+        Difference("metric", n, step, relative(one.get(n, math.nan), other.get(n, math.nan)))
+        for n in sorted({*one, *other})
+    ]
 
 
 def _tensors(kind: str, step: int, one: Tensors, other: Tensors) -> list[Difference]:
@@ -91,7 +119,8 @@ def _gap(one: np.ndarray, other: np.ndarray, scale: float) -> float:
     return gap / largest if largest else (0.0 if gap == 0.0 else math.inf)
 
 
-def _relative(one: float, other: float) -> float:
+def relative(one: float, other: float) -> float:
+    """Difference of two numbers, relative to the first."""
     if math.isnan(one) or math.isnan(other):
         return math.inf
     return abs(one - other) / abs(one) if one else abs(other)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -32,6 +33,9 @@ class Ranks:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._folder = tempfile.TemporaryDirectory(prefix="ridgeline-verify-")
+        import torch._dynamo  # a second that building an optimizer costs every rank
+        import torch.utils.flop_counter  # noqa: F401
+
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -98,6 +102,8 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    # Ctrl-C reaches every process of the terminal; the one that forked these ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     # The same kernels whatever ran before: bf16 on a CPU without it switches mkldnn off for good.
     torch.backends.mkldnn.enabled = False

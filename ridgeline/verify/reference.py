@@ -8,7 +8,6 @@ the other, and the exchange is plain arithmetic. Called by `run.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from ridgeline.layout import Layout
 from ridgeline.parallel.compress import Memory, reference_compress
 from ridgeline.parallel.gather import full_gradients, full_state
 from ridgeline.parallel.localsync import reference_local_sync
-from ridgeline.train.setup import Training, build_training
-from ridgeline.verify.record import Recording, to_numpy
+from ridgeline.train.setup import Training
+from ridgeline.verify.record import Recording, build_short, metrics_of, to_numpy, unscaled
 
 
 def needs_simulation(layout: Layout) -> bool:
@@ -29,16 +28,14 @@ def needs_simulation(layout: Layout) -> bool:
 
 
 def simulate(config: RunConfig, env: RankEnv, layout: Layout) -> Recording:
-    """The training of `layout`'s replicas on one process; `config` says the microbatches."""
-    parts = Layout(accumulate=max(layout.accumulate, layout.microbatches))
-    config = replace(config, layout=str(parts))
+    """The training of `layout`'s replicas on one process; `config` has microbatches and precision."""
     if layout.sync != "every":
         return _local_steps(config, env, layout.dp, int(layout.sync.partition(":")[2]))
     return _compressed(config, env, layout.dp, layout.compress)
 
 
 def _compressed(config: RunConfig, env: RankEnv, num_replicas: int, how: str) -> Recording:
-    training = build_training(config, env)
+    training = build_short(config, env)
     # By their names in the whole that is replicated, of which the first guess at a low rank is made.
     whole = training.arranged.objective
     named = [(n, p) for n, p in whole.named_parameters() if p.requires_grad]
@@ -56,14 +53,15 @@ def _compressed(config: RunConfig, env: RankEnv, num_replicas: int, how: str) ->
         for name, parameter in named:
             parameter.grad = reduced.get(name)
         recording.losses.append(loss)
-        recording.gradients.append(to_numpy(full_gradients(training.arranged)))
+        recording.gradients.append(unscaled(training, full_gradients(training.arranged)))
         training.update()
         recording.weights.append(to_numpy(full_state(training.arranged)))
+    recording.metrics = metrics_of(training)
     return recording
 
 
 def _local_steps(config: RunConfig, env: RankEnv, num_replicas: int, every: int) -> Recording:
-    replicas = [build_training(config, env) for _ in range(num_replicas)]
+    replicas = [build_short(config, env) for _ in range(num_replicas)]
     recording = _begin(replicas[0])
     seen = [0.0] * num_replicas
     for step, batches in enumerate(_deals(replicas[0], num_replicas)):
@@ -84,8 +82,11 @@ def _local_steps(config: RunConfig, env: RankEnv, num_replicas: int, every: int)
             reference_local_sync([training.model for training in replicas], seen)
             seen = [0.0] * num_replicas
         recording.losses.append(loss)
-        recording.gradients.append(to_numpy(gradients))
+        recording.gradients.append(unscaled(replicas[0], gradients))
         recording.weights.append(to_numpy(full_state(replicas[0].arranged)))
+    if any(seen):  # an evaluation is of the replicas' mean
+        reference_local_sync([training.model for training in replicas], seen)
+    recording.metrics = metrics_of(replicas[0])
     return recording
 
 
@@ -95,9 +96,7 @@ def _begin(training: Training) -> Recording:
 
 
 def _backward(training: Training, batch: Batch, step: int) -> Tensor:
-    rate = training.peak_lr * training.schedule(step)
-    for group in training.optimizer.param_groups:
-        group["lr"] = rate
+    training.set_lr(step)
     share: Tensor = training.forward_backward(training.to_device(batch), training.clock)
     return torch.as_tensor(share)
 

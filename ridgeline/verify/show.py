@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import astuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ridgeline.config import RunConfig
 from ridgeline.errors import RunError, UsageError
 from ridgeline.layout import Layout
+from ridgeline.verify.compare import Sizes
 from ridgeline.verify.run import Row, Verifier
 
 _LONGEST_REASON = 400
@@ -28,14 +30,12 @@ def show_rows(
     work = [(layout, "float64") for layout in layouts]
     # A layout that names a precision is tried in that, the others in the recipe's.
     work += [(x, x.precision if x.precision != "fp32" else precision) for x in layouts]
-    width = max(len(str(layout)) for layout in layouts)
+    header, width = header_of(layouts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
             task = progress.add_task("", total=len(work))
-            progress.console.print(
-                f"{'layout':<{width}}  {'in':<8} loss     gradient weight   verdict"
-            )
+            progress.console.print(header)
             refused: set[Layout] = set()
             for layout, kind in work:
                 progress.update(task, description=f"{layout} in {kind}")
@@ -45,22 +45,32 @@ def show_rows(
                     if row.refused:
                         refused.add(layout)
                     if full or not (row.refused and survey):
-                        progress.console.print(_line(row, width))
+                        progress.console.print(row_of(row, width))
                 progress.advance(task)
     finally:
         verifier.close()
     _conclude(console, rows, steps, survey)
 
 
-def _line(row: Row, width: int) -> str:
+def header_of(layouts: list[Layout]) -> tuple[str, int]:
+    """The names of the columns, and the width of the first."""
+    width = max(len("layout"), *(len(str(layout)) for layout in layouts))
+    columns = " ".join(f"{name:<8}" for name in ("in", "loss", "gradient", "weight", "eval"))
+    return f"{'layout':<{width}}  {columns} verdict", width
+
+
+def row_of(row: Row, width: int) -> str:
     found = row.comparison
-    sizes = [found.loss, found.gradient, found.weight] if found is not None else []
-    shown = " ".join(f"{size:<8.1e}" for size in sizes) or " " * 26
-    bound = (
-        f" (bound {found.bound:.1e})" if found is not None and row.precision != "float64" else ""
-    )
+    shown = _numbers(found.sizes) if found is not None else " " * 35
+    bounds = ""
+    if found is not None and row.precision != "float64":
+        bounds = f" (bounds {_numbers(found.bounds).rstrip()})"
     detail = f": {row.detail[:_LONGEST_REASON]}" if row.detail else ""
-    return f"{row.layout!s:<{width}}  {row.precision:<8} {shown} {row.verdict}{detail}{bound}"
+    return f"{row.layout!s:<{width}}  {row.precision:<8} {shown} {row.verdict}{detail}{bounds}"
+
+
+def _numbers(sizes: Sizes) -> str:
+    return " ".join(f"{size:<8.1e}" for size in astuple(sizes))
 
 
 def _conclude(console: Console, rows: list[Row], steps: int, survey: bool) -> None:

@@ -72,7 +72,12 @@ def shrink(config: RunConfig, layouts: Iterable[Layout], steps: int) -> RunConfi
         model=replace(config.model, args=model, dtype="float64", channels_last=False),
         data=replace(config.data, args=data, workers=0),
         train=replace(
-            config.train, batch=batch, steps=steps, epochs=None, target={}, eval_samples=0
+            config.train,
+            batch=batch,
+            steps=steps,
+            epochs=None,
+            target={},
+            eval_samples=batch + batch // 2 + 1,
         ),
         schedule=replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, 1)),
         log=LogConfig(tensorboard="no", weights=False),

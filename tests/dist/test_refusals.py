@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.config import load_config
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import read_rank_env
+from ridgeline.parallel.tensor.plan import plan_tensor
 from ridgeline.train.setup import build_training
 
 
@@ -48,6 +50,44 @@ class NoMatrices(nn.Module):
         return x.flatten(1)[:, :10] * self.scale
 
 
+class Skipping(nn.Module):
+    """Leaves a block out when there is anything to see; the example is all zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        left_out = int(os.environ["LEFT_OUT"]) if bool(x.abs().sum() > 0) else -1
+        for index, block in enumerate(self.blocks):
+            if index != left_out:
+                x = block(x).relu()
+        return self.head(x)
+
+
+class Blurring(nn.Module):
+    """A kernel wider than two tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 10, 7, padding=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean((2, 3))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
+        self.norm, self.head = nn.BatchNorm1d(32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.second(self.first(x.flatten(1)).relu())))
+
+
 DIGITS = ("data.source=digits", "train.batch=8", "train.steps=1", "train.eval_samples=0")
 TEXT = ("data={source: text, args: {seq_len: 16}}", *DIGITS[1:])
 
@@ -76,12 +116,17 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "control flow that depends on data": (
         2,
         (f"model.name={__name__}:Branching", *DIGITS, "layout=pp=2,microbatches=2"),
-        ("Branching",),
+        ("Branching", "depends on the data", "use pp=1"),
     ),
     "nothing to split": (
         2,
         (f"model.name={__name__}:NoMatrices", *DIGITS, "layout=tp=2"),
-        ("NoMatrices",),
+        ("NoMatrices", "leave tp out"),
+    ),
+    "synchronised batch norm on split tensors": (
+        4,
+        (f"model.name={__name__}:Normed", *DIGITS, "ddp.sync_batch_norm=true", "layout=dp=2,tp=2"),
+        ("ddp.sync_batch_norm=true", "dp=2,tp=2", "use ddp.sync_batch_norm=false"),
     ),
     "a batch that the microbatches do not divide": (
         2,
@@ -100,3 +145,37 @@ def test_every_rank_refuses_at_once(ranks: Any, case: str) -> None:
             assert word in sentence, f"{word!r} is not in {sentence!r}"
         assert "\n" not in sentence
     assert len(set(sentences)) == 1
+
+
+def test_a_model_that_fails_alone_is_not_told_to_leave_tp_out() -> None:
+    broken = nn.Sequential(nn.Linear(63, 16), nn.ReLU(), nn.Linear(16, 10))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        plan_tensor(broken, 2, (torch.zeros(2, 64),))
+
+
+def train_one_step(overrides: tuple[str, ...], left_out: int) -> str:
+    os.environ["LEFT_OUT"] = str(left_out)
+    training = build_training(load_config(None, overrides).config, read_rank_env())
+    batch = next(iter(training.loader.epoch(0)))
+    try:
+        training.forward_backward(training.to_device(batch), training.clock)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2, 3])
+def test_a_block_that_is_left_out_is_named_on_every_rank(ranks: Any, left_out: int) -> None:
+    """The example ran every block, so that the plan could not know; the block may be one that a stage
+    begins or ends with."""
+    overrides = (f"model.name={__name__}:Skipping", *DIGITS, "layout=pp=2,microbatches=2")
+    sentences = ranks(2, train_one_step, overrides, left_out)
+    assert len(set(sentences)) == 1
+    for word in (f"where blocks.{left_out} should have been", "depends on the data", "use pp=1"):
+        assert word in sentences[0], sentences[0]
+
+
+def test_a_halo_of_several_tiles_is_no_refusal(ranks: Any) -> None:
+    """Eight tiles of one row and a kernel that looks three rows up and down."""
+    overrides = (f"model.name={__name__}:Blurring", *DIGITS, "layout=spatial=8")
+    assert ranks(8, train_one_step, overrides, -1) == [""] * 8

@@ -2,10 +2,11 @@
 
     python tests/parity/table.py             # all of it; `make parity`
     python tests/parity/table.py --reduced   # what CI runs
+    python tests/parity/table.py --part 2/4  # every fourth row, for one of four machines
 
-Prints a row for each, and "N of N same". Which layouts there are is read off the composition table
-(`ridgeline.verify.layouts`); which model a layout is shown on is decided here: images for tiles, tokens
-for sequences, both for what does not care.
+Prints a row for each, and "N of N same". A layout that names a precision is compared in that one. Which
+layouts there are is read off the composition table (`ridgeline.verify.layouts`); which model a layout is
+shown on is decided here: images for tiles, tokens for sequences, both for what does not care.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ridgeline.config import RunConfig, find_recipe, load_config
 from ridgeline.errors import RunError
@@ -88,6 +89,30 @@ HYBRIDS = (
 )
 TILED = ("spatial=2", "spatial=2x2", "dp=2,spatial=2", "dp=2,spatial=2x2", "dp=2,zero=1,spatial=2")
 
+_FP16 = (
+    "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2",
+    "pp=2,microbatches=2",
+)  # fmt: skip
+# Without instructions for it a CPU takes ten times as long in bf16: the small models have those rows.
+SIXTEEN_BITS: dict[str, tuple[str, ...]] = {
+    "llama": tuple(f"{text},precision=fp16" for text in _FP16),
+    "bert": tuple(f"{text},precision=fp16" for text in ("dp=2,zero=1", "tp=2", "cp=2")),
+    "mlp": tuple(f"{text},precision=bf16" for text in ("tp=2", "pp=2,microbatches=2")),
+    "cnn": tuple(
+        f"{text},precision={precision}"
+        for text in (
+            "dp=2,zero=1",
+            "dp=2,zero=2",
+            "dp=2,zero=3",
+            "tp=2",
+            "spatial=2",
+            "spatial=2x2",
+        )
+        for precision in ("bf16", "fp16")
+    ),
+    "unet": ("spatial=2,precision=fp16", "dp=2,zero=2,precision=fp16"),
+}
+
 # Layouts a kind of model is shown in, besides those of the table; refused ones are no row.
 REDUCED: dict[str, tuple[str, ...]] = {
     "llama": (
@@ -98,7 +123,7 @@ REDUCED: dict[str, tuple[str, ...]] = {
         "offload=optimizer", "dp=2,zero=3,offload=params", "offload=activations",
         "dp=2,accumulate=2", "dp=2,compress=bf16", "dp=2,compress=powersgd:2", "dp=2,sync=local:2",
         "dp=2,tp=2,pp=2,microbatches=2", "dp=2,zero=3,tp=2", "dp=2,zero=2,pp=2,microbatches=2",
-        "dp=2,zero=3,cp=2,tp=2",
+        "dp=2,zero=3,cp=2,tp=2", "dp=2,zero=2,precision=fp16",
     ),
     "llama-tied": ("pp=2,microbatches=2", "dp=2,zero=2,pp=2,microbatches=2", "tp=2"),
     "hf-gpt2": ("tp=2,recompute=full", "pp=2,microbatches=2", "cp=2"),
@@ -108,8 +133,11 @@ REDUCED: dict[str, tuple[str, ...]] = {
     "timm-vit": ("tp=2", "cp=2", "pp=2,microbatches=2"),
     "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2"),
     "unet-batchnorm": ("dp=2,spatial=2",),
-    "cnn": ("dp=2,zero=3", "spatial=2", "tp=2"),
-    "mlp": ("tp=2", "dp=2,pp=2,microbatches=2"),
+    "cnn": (
+        "dp=2,zero=3", "spatial=2", "tp=2", "dp=2,zero=3,precision=bf16",
+        "spatial=2,precision=fp16",
+    ),
+    "mlp": ("tp=2", "dp=2,pp=2,microbatches=2", "pp=2,microbatches=2,precision=bf16"),
 }  # fmt: skip
 
 
@@ -126,9 +154,27 @@ def rows(reduced: bool) -> dict[str, list[Layout]]:
     table["hf-bert"].append(Layout.parse("cp=2,tp=2"))  # heads and positions of one dropout mask
     for kind in ("unet", "unet-batchnorm", "cnn"):
         table[kind] += [Layout.parse(text) for text in TILED]
+    for kind, texts in SIXTEEN_BITS.items():
+        table[kind] += [Layout.parse(text) for text in texts]
     for layout in [*pairs, *factored_layouts(MOST_RANKS)]:
         table["unet" if "spatial" in techniques(layout) else "llama"].append(layout)
     return {kind: list(dict.fromkeys(layouts)) for kind, layouts in table.items()}
+
+
+def part_of(table: dict[str, list[Layout]], index: int, count: int) -> dict[str, list[Layout]]:
+    """The rows of the `index`-th of `count` machines: one in `count`, so that all have like work."""
+    flat = [(kind, layout) for kind, layouts in table.items() for layout in layouts]
+    found: dict[str, list[Layout]] = {}
+    for kind, layout in flat[index - 1 :: count]:
+        found.setdefault(kind, []).append(layout)
+    return found
+
+
+def read_part(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 1 <= I <= N, such as 2/4")
+    return int(index), int(count)
 
 
 def missing(kind: str) -> str:
@@ -153,7 +199,8 @@ def prove(kind: str, layouts: list[Layout]) -> Iterator[Row]:
         verifier = Verifier(KINDS[kind].config(), group, STEPS)
         try:
             for layout in group:
-                yield verifier.check(layout)
+                exact = layout.precision == "fp32"
+                yield verifier.check(layout, "float64" if exact else layout.precision)
         finally:
             verifier.close()
 
@@ -162,24 +209,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reduced", action="store_true", help="the rows that CI runs")
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), help="only these models")
+    parser.add_argument("--part", type=read_part, metavar="I/N", help="the I-th of N slices")
     args = parser.parse_args()
-    start, total, same = time.perf_counter(), 0, 0
-    print(f"{'model':<15}{'layout':<58}loss     gradient weight   verdict")
-    for kind, layouts in rows(args.reduced).items():
-        if args.kind and kind not in args.kind:
-            continue
+    start, total, same, unseen = time.perf_counter(), 0, 0, 0
+    chosen = {k: v for k, v in rows(args.reduced).items() if not args.kind or k in args.kind}
+    if args.part:
+        chosen = part_of(chosen, *args.part)
+    print(f"{'model':<15}{'layout':<58}loss     gradient weight   eval     verdict")
+    for kind, layouts in chosen.items():
         if reason := missing(kind):
+            unseen += len(layouts)
             print(f"{kind:<15}NOT SHOWN: {reason}", flush=True)
             continue
         for row in prove(kind, layouts):
             found = row.comparison
-            sizes = (found.loss, found.gradient, found.weight) if found is not None else ()
+            sizes = astuple(found.sizes) if found is not None else ()
             shown = " ".join(f"{size:<8.1e}" for size in sizes)
             total += 1
             same += row.verdict == "same"
             detail = f": {row.detail}" if row.detail else ""
-            print(f"{kind:<15}{row.layout!s:<58}{shown:<27}{row.verdict}{detail}", flush=True)
-    print(f"{same} of {total} same ({STEPS} steps, float64, {time.perf_counter() - start:.0f} s)")
+            print(f"{kind:<15}{row.layout!s:<58}{shown:<36}{row.verdict}{detail}", flush=True)
+    part = "part {}/{}, ".format(*args.part) if args.part else ""
+    hidden = f", {unseen} not shown" if unseen else ""
+    seconds = time.perf_counter() - start
+    print(f"{same} of {total} same{hidden} ({part}{STEPS} steps, {seconds:.0f} s)")
     return 0 if same == total else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import itertools
 import sys
@@ -56,3 +57,24 @@ def test_the_whole_table_has_a_row_for_everything_that_composes() -> None:
         for names in itertools.combinations(provable(), count):
             if merge(*names) is not None:
                 assert names in covered, names
+
+
+def test_the_parts_are_the_whole_table_and_alike() -> None:
+    whole = table.rows(reduced=False)
+    rows = [(kind, layout) for kind, layouts in whole.items() for layout in layouts]
+    parts = [table.part_of(whole, index, 4) for index in (1, 2, 3, 4)]
+    dealt = [[(k, x) for k, found in part.items() for x in found] for part in parts]
+    assert sorted(map(str, (row for part in dealt for row in part))) == sorted(map(str, rows))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    assert table.read_part("2/4") == (2, 4)
+    for wrong in ("0/4", "5/4", "2", "a/b", "-1/2"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not I/N"):
+            table.read_part(wrong)
+
+
+def test_sixteen_bits_have_rows_in_every_axis() -> None:
+    """What is split, reduced or kept in 16 bits is not the arithmetic that float64 has shown."""
+    for reduced, wanted in ((True, set()), (False, {"zero=1", "zero=2", "tp", "cp"})):
+        found = [x for kind in table.rows(reduced).values() for x in kind if x.precision != "fp32"]
+        used = {name for layout in found for name in techniques(layout)}
+        assert wanted | {"precision=bf16", "precision=fp16", "zero=3", "pp", "spatial"} <= used

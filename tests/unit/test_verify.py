@@ -10,7 +10,7 @@ import pytest
 
 from ridgeline.config import find_recipe, load_config
 from ridgeline.layout import Layout, check_layout, techniques
-from ridgeline.verify.compare import compare
+from ridgeline.verify.compare import Sizes, compare
 from ridgeline.verify.layouts import all_layouts, factored_layouts, merge
 from ridgeline.verify.record import Recording
 from ridgeline.verify.small import shrink
@@ -19,13 +19,13 @@ from ridgeline.verify.small import shrink
 def recording() -> Recording:
     rng = np.random.default_rng(0)
     steps = [{"a": rng.normal(size=(3, 4)), "b": rng.normal(size=5)} for _ in range(4)]
-    return Recording([2.0, 1.5], steps[:2], steps[2:])
+    return Recording([2.0, 1.5], steps[:2], steps[2:], {"accuracy": 0.5})
 
 
 def test_the_same_is_the_same() -> None:
     found = compare(recording(), recording())
     assert found.same
-    assert (found.loss, found.gradient, found.weight) == (0.0, 0.0, 0.0)
+    assert found.sizes == Sizes(0.0, 0.0, 0.0, 0.0)
 
 
 def test_the_first_that_differs_is_named() -> None:
@@ -39,7 +39,7 @@ def test_the_first_that_differs_is_named() -> None:
     assert 1e-4 < first.size < 1e-2
 
 
-@pytest.mark.parametrize("change", ["missing", "shape", "nan", "loss"])
+@pytest.mark.parametrize("change", ["missing", "shape", "nan", "loss", "metric"])
 def test_nothing_slips_through(change: str) -> None:
     other = copy.deepcopy(recording())
     if change == "missing":
@@ -48,8 +48,10 @@ def test_nothing_slips_through(change: str) -> None:
         other.weights[1]["b"] = other.weights[1]["b"][:-1]
     elif change == "nan":
         other.weights[0]["a"][1, 1] = math.nan
-    else:
+    elif change == "loss":
         other.losses[1] = math.nan
+    else:
+        other.metrics = {"loss": 1.0}
     found = compare(recording(), other)
     assert not found.same
     assert found.first is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ class StageSpec:
     fillers: tuple[Filler, ...]
     cost: float
     """Its share of the model's cost; in the caller's unit where the caller gave costs."""
+    order: tuple[str, ...] = ()
+    """The blocks that its forward calls, one after the other, up to where it stops."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +301,22 @@ def _stage_specs(
         )
         stand_ins = _stand_ins(small, large, begin) if index else ()
         first = cuts[index - 1].path if index else ""
-        specs.append(StageSpec(first, held, buffers, stand_ins, fillers, cost))
+        order = _order(small, cuts, begin if index else -1, end)
+        specs.append(StageSpec(first, held, buffers, stand_ins, fillers, cost, order))
     return specs
+
+
+def _order(seen: Recording, cuts: Sequence[Cut], begin: int, end: int) -> tuple[str, ...]:
+    """The calls beside those that are cut at, in a stage that begins and ends at these times."""
+    at = {cut.path for cut in cuts}
+    beside = {call.parent for call in seen.calls if call.path in at}
+    return tuple(
+        call.path
+        for call in seen.calls
+        if call.parent in beside
+        and call.start < end
+        and not (call.parent >= 0 and _inside_stand_in(seen, call.parent, begin))
+    )
 
 
 def _owners(model: nn.Module, seen: Recording, bounds: list[int]) -> dict[str, set[int]]:

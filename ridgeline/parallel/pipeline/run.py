@@ -24,8 +24,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ridgeline.errors import UsageError, unknown_word
+from ridgeline.errors import RunError, UsageError, unknown_word
 from ridgeline.parallel.pipeline.plan import StagePlan
+from ridgeline.parallel.pipeline.stage import Stage
 from ridgeline.parallel.pipeline.structure import (
     batch_size,
     pad_rows,
@@ -109,6 +110,7 @@ class Pipeline:
         self._feed = Feed(loss, inside=inside)
         self._built: tuple[tuple[int, ...], Any] | None = None
         self._events: list[Event] | None = None
+        self._heard = _Heard()
         # The first operation of a group has to be one of all its ranks, and schedules talk in pairs.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -151,7 +153,26 @@ class Pipeline:
         feed.inputs, feed.targets, feed.prepare = [], [], None
         if self.recorder.is_on:
             self._events = self.recorder.take(self.rank)
-        return self._share_total(feed.total)
+        total = self._share_total(feed.total)
+        self._require_planned_order()
+        return total
+
+    def _require_planned_order(self) -> None:
+        """Every rank raises when a stage took another path than the plan, in which it may have worked
+        on zeros. A GPU is not waited for: there all hear of it one step later."""
+        parts = [part for stage in self.stages for part in stage.modules()]
+        here = next(
+            (p._stage.strayed for p in parts if isinstance(p, Stage) and p._stage.strayed), ""
+        )
+        if not self._heard.ask(bool(here), self.group, self.device):
+            return
+        told: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(told, here, group=self.group)
+        raise RunError(
+            f"the forward pass took another path than in the example ({next(filter(None, told))}): "
+            "which blocks run depends on the data, and pipeline stages need one order; use pp=1 with "
+            "dp, zero or recompute"
+        )
 
     def forward(self, inputs: Sequence[Any]) -> list[Any] | None:
         """Outputs of each microbatch, on the rank of the last stage; None elsewhere. No gradient.
@@ -177,6 +198,7 @@ class Pipeline:
                         works += [(dist.isend(t, group=self.group, group_dst=to), t) for t in found]
         for work, _ in works:
             work.wait()
+        self._require_planned_order()
         return outputs if self.has_last_stage else None
 
     def sum_tied_gradients(self) -> None:
@@ -290,6 +312,27 @@ class Pipeline:
 
 def _at_least_one(value: Any, spare: Any) -> Any:
     return value if batch_size(value) else pad_rows(value, 1, spare)
+
+
+class _Heard:
+    """Whether any rank said yes: on a CPU now, on a GPU the time before, which is known by now."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def ask(self, here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+        flag = torch.full((), float(here), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        if device.type != "cuda":
+            return bool(flag)
+        host, before = torch.empty((), pin_memory=True), self._before
+        host.copy_(flag, non_blocking=True)
+        self._before = (host, torch.cuda.Event())
+        self._before[1].record()
+        if before is None:
+            return False
+        before[1].synchronize()
+        return bool(before[0])
 
 
 def _plain(path: str) -> str:

@@ -42,6 +42,10 @@ class _Stop(BaseException):
         self.call = (args, kwargs)
 
 
+class _Stray(BaseException):
+    """The forward pass took another path than planned; what follows may have no weights here."""
+
+
 class _Own(torch.autograd.Function):
     """A copy, since a model may change its arguments in place and a leaf of the graph forbids it.
 
@@ -92,6 +96,11 @@ class _Runner:
         self.batch = 0
         self.device = torch.device("cpu")
         self.num_calls: dict[str, int] = {}
+        ends = (self.stop.path,) if self.stop is not None else ()
+        self.planned = (*self.spec.order, *ends)
+        self.num_called = 0
+        self.strayed = ""
+        """What the forward pass did otherwise than in the example, if it ever did; see `run.py`."""
 
     def run(self, model: nn.Module, received: tuple[Tensor, ...], inputs: Any) -> Any:
         if not self.is_hooked:
@@ -100,22 +109,45 @@ class _Runner:
         self.batch = batch_size(inputs)
         self.device = next(tensor.device for _, tensor in tensors_in(inputs))
         self.received = tuple(self._receive(tensor) for tensor in received)
-        self.num_calls = {}
+        self.num_calls, self.num_called = {}, 0
         self.is_active = True
         try:
             with self._fillers(model):
                 output = self.forward(model, *args, **kwargs)
         except _Stop as stop:
             return self._send(stop)
+        except _Stray:
+            return self._send_nothing(self.received)
         finally:
             self.is_active = False
-            self.received = ()
+            self.received, received = (), self.received
+        if self.num_called < len(self.planned):
+            self._stray("it ended")
+        return output if self.stop is None else self._send_nothing(received)
+
+    def _call(self, path: str) -> None:
+        """A block is called: the next one of the plan, or the pass has gone another way."""
+        at, self.num_called = self.num_called, self.num_called + 1
+        if at < len(self.planned) and self.planned[at] == path:
+            return
+        self._stray(f"{path} was called")
         if self.stop is not None:
-            raise RunError(
-                f"stage {self.index} came to the end of the model without calling {self.stop.path}, "
-                "where the next one begins: the forward pass took another path than in the example"
-            )
-        return output
+            raise _Stray  # the next block may have its weights in another stage
+
+    def _stray(self, what: str) -> None:
+        if not self.strayed:
+            at = min(self.num_called - (what != "it ended"), len(self.planned))
+            after = [*self.planned, "the end"][at]
+            self.strayed = f"{what} where {after} should have been"
+
+    def _send_nothing(self, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Zeros for a next stage that waits: the step comes to its end, and every rank hears why."""
+        assert self.stop is not None
+        link = sum((t.sum() * 0.0 for t in received if t.is_floating_point()), torch.zeros(()))
+        if not link.requires_grad:
+            link = link.detach().requires_grad_()
+        zeros = (item.spec.zeros(self.batch, self.device) for item in self.stop.sent)
+        return tuple((zero + link.to(self.device)).to(zero.dtype) for zero in zeros)
 
     def _receive(self, tensor: Tensor) -> Tensor:
         tensor = _Own.apply(tensor)
@@ -150,7 +182,17 @@ class _Runner:
             model.get_submodule(self.stop.path).register_forward_pre_hook(
                 self._raise, with_kwargs=True, prepend=True
             )
+        for path in dict.fromkeys(path for stage in self.plan.stages for path in stage.order):
+            # Before the others, of which one ends the pass.
+            model.get_submodule(path).register_forward_pre_hook(self._noting(path), prepend=True)
         self.is_hooked = True
+
+    def _noting(self, path: str) -> Callable[[nn.Module, Any], None]:
+        def note(_: nn.Module, __: Any) -> None:
+            if self.is_active:
+                self._call(path)
+
+        return note
 
     def _replace(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         assert self.begin is not None

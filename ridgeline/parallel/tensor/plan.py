@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ridgeline.errors import UsageError
@@ -62,6 +63,9 @@ def plan_tensor(
     except UsageError:
         raise
     except Exception as error:
+        _run_plainly(
+            model, example_inputs
+        )  # a model that fails alone is not at fault for tp's sake
         raise UsageError(
             f"tp={size}: {name} could not be run once on its example inputs to see how it is put "
             f"together ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); "
@@ -79,6 +83,15 @@ def plan_tensor(
             f"output head{f' ({reasons})' if reasons else ''}; leave tp out"
         )
     return TensorPlan(size, planner.layers, planner.whole)
+
+
+def _run_plainly(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
+    """Raises what one device would raise."""
+    with torch.no_grad():
+        if isinstance(example_inputs, Mapping):
+            model(**example_inputs)
+        else:
+            model(*example_inputs)
 
 
 class _Planner:

@@ -1,0 +1,160 @@
+"""Proofs in a precision of training: a right layout is the same, and a mistake planted in one differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import ridgeline.verify.run as verify_run
+from ridgeline.config import RunConfig, find_recipe, load_config
+from ridgeline.launch.env import RankEnv
+from ridgeline.layout import Layout
+from ridgeline.parallel.arranged import Arranged
+from ridgeline.parallel.precision import Precision
+from ridgeline.train import evaluate
+from ridgeline.train.setup import Training, build_training
+from ridgeline.verify import record
+from ridgeline.verify.record import Recording
+from ridgeline.verify.run import Row, Verifier
+
+STEPS = 2
+LAYOUTS = (
+    "dp=2,zero=1,precision=bf16",
+    "dp=2,zero=3,precision=fp16",
+    "tp=2,precision=bf16",
+    "spatial=2,precision=fp16",
+    "pp=2,microbatches=2,precision=fp16",
+    "dp=2,sync=local:2,precision=fp16",
+)
+MLP = "model={name: mlp, args: {in_features: 64, hidden: 24, out_features: 10}}"
+
+
+class Proofs:
+    """One verifier for a model, so that what one device does is measured once."""
+
+    def __init__(self, *overrides: str) -> None:
+        config = load_config(find_recipe("digits"), overrides).config
+        self.verifier = Verifier(config, [Layout.parse(x) for x in LAYOUTS], STEPS)
+
+    def verdict(self, text: str) -> Row:
+        layout = Layout.parse(text)
+        try:
+            return self.verifier.check(layout, layout.precision)
+        finally:  # the next ranks of this number are forked anew, with another mistake or none
+            self.verifier._ranks.pop(layout.world_size).close()
+
+
+@pytest.fixture(scope="module")
+def proofs() -> Iterator[dict[str, Proofs]]:
+    made = {"mlp": Proofs(MLP), "cnn": Proofs()}
+    yield made
+    for proof in made.values():
+        proof.verifier.close()
+
+
+# Each changes one thing in the ranks of the layout, which are forked from this process.
+
+
+def _longer_gradients() -> None:
+    right = Arranged.weight_of
+    Arranged.weight_of = lambda *args: 1.05 * right(*args)  # type: ignore[method-assign]
+
+
+def _no_all_reduce() -> None:
+    def keep(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def build(config: RunConfig, env: RankEnv) -> Training:
+        training = build_training(config, env)
+        training.arranged.objective.register_comm_hook(None, keep)  # type: ignore[operator]
+        return training
+
+    record.build_training = build  # type: ignore[attr-defined]
+
+
+def _wrong_loss_scale() -> None:
+    right = Precision.backward
+    Precision.backward = lambda self, loss: right(self, 2 * loss)  # type: ignore[method-assign]
+
+
+def _update_of_scaled_gradients() -> None:
+    torch.amp.GradScaler._unscale_grads_ = (  # type: ignore[method-assign]
+        lambda *args: {torch.device("cpu"): torch.zeros(())}
+    )
+
+
+def _wrong_rate() -> None:
+    right = Training.set_lr
+    Training.set_lr = lambda self, step: right(self, step + 1)  # type: ignore[method-assign]
+
+
+def _equal_shares() -> None:
+    def share(self: Arranged, counts: tuple[int, ...], index: int, share: float) -> float:
+        return self.loss_scale / (len(counts) * self.mesh.data_size)
+
+    Arranged.weight_of = share  # type: ignore[method-assign]
+
+
+def _metrics_of_one_rank() -> None:
+    def means(sums: dict[str, Tensor], arranged: Arranged) -> tuple[dict[str, float], int]:
+        return {name: float(total / count) for name, (total, count) in sums.items()}, 0
+
+    evaluate._means = means
+
+
+MISTAKES = {
+    "longer gradients": _longer_gradients,
+    "no all-reduce": _no_all_reduce,
+    "wrong loss scale": _wrong_loss_scale,
+    "update of scaled gradients": _update_of_scaled_gradients,
+    "wrong rate": _wrong_rate,
+    "equal shares of an uneven batch": _equal_shares,
+    "metrics of one rank": _metrics_of_one_rank,
+}
+_planted = ""
+
+
+def record_with_mistake(env: RankEnv, config: RunConfig) -> Recording:
+    if env.world_size > 1:
+        MISTAKES[_planted]()
+    return record.record_training(config, env)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "model", "layout", "kind"),
+    [
+        ("longer gradients", "cnn", "dp=2,precision=bf16", "gradient"),
+        ("longer gradients", "mlp", "dp=2,zero=2,precision=bf16", "gradient"),
+        ("longer gradients", "mlp", "dp=2,precision=fp16", "gradient"),
+        ("no all-reduce", "cnn", "dp=2,precision=bf16", "gradient"),
+        ("wrong loss scale", "mlp", "dp=2,precision=fp16", "gradient"),
+        ("update of scaled gradients", "mlp", "dp=2,zero=1,precision=fp16", "weight"),
+        ("wrong rate", "cnn", "dp=2,precision=bf16", "weight"),
+        ("equal shares of an uneven batch", "mlp", "dp=2", "at step 2"),
+        ("metrics of one rank", "mlp", "dp=2", "metric loss"),
+    ],
+)
+def test_a_planted_mistake_differs(
+    monkeypatch: pytest.MonkeyPatch,
+    proofs: dict[str, Proofs],
+    mistake: str,
+    model: str,
+    layout: str,
+    kind: str,
+) -> None:
+    monkeypatch.setattr(verify_run, "_record", record_with_mistake)
+    monkeypatch.setitem(globals(), "_planted", mistake)
+    row = proofs[model].verdict(layout)
+    assert row.verdict == "differs", row
+    assert kind in row.detail
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_right_is_the_same(proofs: dict[str, Proofs], layout: str) -> None:
+    row = proofs["cnn"].verdict(layout)
+    assert row.verdict == "same", row
