@@ -3,15 +3,16 @@
 The library's own writer takes all tensors at once, syncs nothing and knows no checksum, so files are
 written by hand; the format is safetensors', and any reader of it can open them. While one block goes to
 the operating system, the checksum of it is taken in another thread and the blocks before it are on their
-way to the disk. Called by `storage.py`; the checks also by `ridgeline checkpoint verify`.
+way to the disk. Called by `storage.py`, `export.py` and `compare.py`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.checkpoint.manifest import Chunk, StoredFile
+from ridgeline.checkpoint.manifest import ITEM_BYTES, Chunk, Damaged, StoredFile
 from ridgeline.errors import UsageError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -67,26 +68,31 @@ def as_bytes(values: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
+def encode_header(
+    rows: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """How a safetensors file begins: of each tensor key, type and shape, in the order of their bytes."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
+    for key, dtype, shape in rows:
+        stop = place + math.prod(shape) * ITEM_BYTES[dtype]
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, stop]}
+        place = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_file(
     path: Path, entries: Sequence[Entry]
 ) -> tuple[StoredFile, list[tuple[int, int, int]]]:
     """Write the entries and wait until they are on disk; for each entry first byte, last and checksum."""
     # The widest types first, so that every tensor is aligned for whoever maps the file.
     order = sorted(range(len(entries)), key=lambda i: -entries[i].values.element_size())
-    header: dict[str, object] = {}
-    place = 0
-    for index in order:
-        entry = entries[index]
-        num_bytes = entry.values.numel() * entry.values.element_size()
-        header[entry.key] = {
-            "dtype": dtype_name(entry.values.dtype, entry.key),
-            "shape": list(entry.values.shape),
-            "data_offsets": [place, place + num_bytes],
-        }
-        place += num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    rows = [(entries[index].key, entries[index].values) for index in order]
+    head = encode_header(
+        [(key, dtype_name(values.dtype, key), tuple(values.shape)) for key, values in rows]
+    )
     spans: dict[int, tuple[int, int, int]] = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     with ThreadPoolExecutor(1) as sums, ThreadPoolExecutor(1) as disk:
@@ -141,10 +147,13 @@ def sync_directory(path: Path) -> None:
 
 
 class Reader:
-    """Boxes of the files of one checkpoint, mapped, so that only what is asked for is read."""
+    """Boxes of the files of one checkpoint, mapped, so that only what is asked for is read.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    With `check` every box is held against its checksum, for readers that come before anyone has looked.
+    """
+
+    def __init__(self, directory: Path, check: bool = False) -> None:
+        self._directory, self._check = directory, check
         self._files: dict[str, np.memmap] = {}
 
     def read(self, chunk: Chunk, dtype: str) -> Tensor:
@@ -154,30 +163,11 @@ class Reader:
         if chunk.file not in self._files:
             # Copy on write: torch wants memory that it may write to, and nobody does.
             self._files[chunk.file] = np.memmap(self._directory / chunk.file, np.uint8, mode="c")
-        raw = torch.from_numpy(self._files[chunk.file][chunk.start : chunk.stop])
+        span = self._files[chunk.file][chunk.start : chunk.stop]
+        if self._check and _checksum(memoryview(span)) != chunk.crc32:
+            raise Damaged(
+                f"{self._directory / chunk.file}: bytes {chunk.start} to {chunk.stop} are not what was "
+                "written; `ridgeline checkpoint verify` names what is damaged"
+            )
+        raw = torch.from_numpy(span)
         return raw.view(DTYPES[dtype]).view(chunk.sizes)
-
-
-def find_damage(path: Path, file: StoredFile, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[str]:
-    """One sentence for each box of a file, in the order of bytes, whose checksum does not fit."""
-    try:
-        with path.open("rb", buffering=0) as stream:
-            if zlib.crc32(stream.read(file.header_bytes)) != file.header_crc32:
-                yield f"{path.name}: the header is damaged"
-            for name, chunk in chunks:
-                stream.seek(chunk.start)
-                crc, left = 0, chunk.stop - chunk.start
-                while left:
-                    block = stream.read(min(_BLOCK, left))
-                    if not block:
-                        break
-                    crc, left = zlib.crc32(block, crc), left - len(block)
-                if left:
-                    yield f"{path.name} ends before {name}"
-                elif crc != chunk.crc32:
-                    yield (
-                        f"{path.name}: {name} is damaged (bytes {chunk.start} to {chunk.stop}, "
-                        f"checksum {crc:08x} where {chunk.crc32:08x} was written)"
-                    )
-    except OSError as error:
-        yield f"{path.name} cannot be read ({error.strerror})"

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.optim import Optimizer
 
-from ridgeline.checkpoint.files import DTYPES, Reader, find_damage
+from ridgeline.checkpoint.damage import find_damage
+from ridgeline.checkpoint.files import DTYPES, Reader
 from ridgeline.checkpoint.held import Held, State, hold_state, write_own
 from ridgeline.checkpoint.manifest import (
     MODEL,
@@ -87,7 +88,7 @@ def _problems(path: Path, rank: int, world: int, check: bool) -> list[str]:
     problems = list(check_sizes(path, manifest)) if rank == 0 else []
     if check and not problems:
         for name, chunks in list(chunks_by_file(manifest).items())[rank::world]:
-            problems += find_damage(path / name, manifest.files[name], chunks)
+            problems += map(str, find_damage(path / name, manifest.files[name], chunks))
     return problems
 
 

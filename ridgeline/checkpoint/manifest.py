@@ -32,7 +32,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 _NAME = re.compile(r"step-(\d+)$")
-_SEAL = ', "crc32": '
+_SEAL, _END = ', "crc32": ', "}\n"
 
 
 class Damaged(RunError):
@@ -171,7 +171,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         },
     }
     text = json.dumps(body)[:-1]
-    sealed = f"{text}{_SEAL}{zlib.crc32(text.encode())}}}\n".encode()
+    sealed = f"{text}{_SEAL}{zlib.crc32(text.encode())}{_END}".encode()
     with (directory / MANIFEST).open("wb") as file:
         file.write(sealed)
         file.flush()
@@ -182,9 +182,10 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint; `Damaged` when it is not there or not what was written."""
     path = directory / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8").rstrip("\n")
-        body, seal, crc = text.removesuffix("}").rpartition(_SEAL)
-        if not seal or not crc.isdigit() or zlib.crc32(body.encode()) != int(crc):
+        text = path.read_bytes().decode()
+        body, seal, crc = text.removesuffix(_END).rpartition(_SEAL)
+        whole = text.endswith(_END) and bool(seal) and crc.isdigit()
+        if not whole or zlib.crc32(body.encode()) != int(crc):
             raise Damaged(f"{path} is not what was written (its checksum does not fit)")
         value = json.loads(f"{body}}}")
     except (OSError, ValueError) as error:

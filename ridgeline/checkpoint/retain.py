@@ -36,6 +36,7 @@ def remove_old(directory: Path, keep: Keep) -> list[str]:
         if path not in kept:
             # Out of sight first: half a directory must not look like a checkpoint.
             hidden = path.with_name(f".{path.name}.gone")
+            shutil.rmtree(hidden, ignore_errors=True)  # of an earlier try that was cut off
             path.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
             removed.append(path.name)
