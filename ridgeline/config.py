@@ -60,6 +60,8 @@ class ModelConfig:
     """Type the parameters are kept in: float32, float64, bfloat16 or float16."""
     channels_last: bool = False
     """Keep 4-D weights and inputs in channels-last order, which convolutions on GPUs prefer."""
+    weights: str = ""
+    """Initial weights: a safetensors file, or a directory of them as `transformers` writes it."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +323,14 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
     return Resolved(config, _origin_of_leaves(config, origin))
 
 
+def parse_config(text: str, place: str) -> RunConfig:
+    """What `dump_config` wrote; `place` is where it was found."""
+    values = _parse_yaml(text, place)
+    config = build_typed(RunConfig, values, "", leaves(to_plain(RunConfig())))
+    _check_values(config)
+    return config
+
+
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML that `load_config` reads back to the same value."""
     plain = to_plain(config)
@@ -379,18 +389,26 @@ def _origin_of_leaves(config: RunConfig, origin: Mapping[str, str]) -> dict[str,
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # not text
+        raise UsageError(f"cannot read the recipe {path}: {error}") from error
+    return _parse_yaml(text, str(path))
+
+
+def _parse_yaml(text: str, place: str) -> dict[str, Any]:
+    try:
+        values = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "not valid YAML"
-        raise UsageError(f"{path}{where}: {problem}") from error
-    except (OSError, ValueError) as error:  # not text, or a date that is none
-        raise UsageError(f"cannot read the recipe {path}: {error}") from error
+        raise UsageError(f"{place}{where}: {problem}") from error
+    except ValueError as error:  # a date that is none
+        raise UsageError(f"cannot read the recipe {place}: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: a recipe is a mapping of keys to values, not {values!r:.40}")
+        raise UsageError(f"{place}: a recipe is a mapping of keys to values, not {values!r:.40}")
     return values
 
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from ridgeline.checkpoint.held import hold_state
 from ridgeline.checkpoint.load import Found, find_newest, load_training
-from ridgeline.checkpoint.manifest import Manifest, clear_unfinished, put_aside
+from ridgeline.checkpoint.manifest import Manifest, clear_unfinished, list_checkpoints, put_aside
 from ridgeline.checkpoint.retain import Keep
 from ridgeline.checkpoint.save import Outcome, Saver
-from ridgeline.config import dump_config
+from ridgeline.config import RunConfig, dump_config
 from ridgeline.errors import UsageError
 from ridgeline.launch.env import recorded_environment
 from ridgeline.parallel.ddp import Replicated
@@ -160,7 +160,11 @@ class Checkpoints:
             "seed": training.config.train.seed,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "skipped": self.skipped,
+            "tied": {a: b for a, b in training.arranged.state_names.items() if a != b},
         }
+        if self._config.keep_best:
+            higher = self._config.keep_best in training.task.higher_is_better
+            state["best"] = {"metric": self._config.keep_best, "higher": higher}
         return Manifest(
             step=position.step,
             layout=str(training.mesh.layout),
@@ -198,11 +202,20 @@ def read_position(manifest: Manifest, training: Training) -> Position:
     return position
 
 
+def has_checkpoints(config: RunConfig, run: RunDir | None) -> bool:
+    """Whether a run will go on from one; known before anything is built."""
+    path = _wanted_path(config, run)
+    return path is not None and bool(list_checkpoints(path))
+
+
+def _wanted_path(config: RunConfig, run: RunDir | None) -> Path | None:
+    wanted = config.checkpoint.every or config.checkpoint.minutes or config.checkpoint.at_end
+    return run.file(CHECKPOINTS) if run is not None and wanted else None
+
+
 def _agreed_path(training: Training, run: RunDir | None) -> Path | None:
     """Rank 0's directory, on every rank."""
-    config = training.config.checkpoint
-    wanted = bool(config.every or config.minutes or config.at_end)
-    path = run.file(CHECKPOINTS) if run is not None and wanted else None
+    path = _wanted_path(training.config, run)
     group = training.mesh.world_group
     if group is not None:
         box = [path]

@@ -26,7 +26,7 @@ from ridgeline.parallel.mesh import close_mesh
 from ridgeline.rundir import CONFIG, ENV, FACTS, LAYOUT, WEIGHTS, EvalRecord, RunDir, StepRecord
 from ridgeline.train.alive import build_alive
 from ridgeline.train.board import Board
-from ridgeline.train.checkpoints import Checkpoints
+from ridgeline.train.checkpoints import Checkpoints, has_checkpoints
 from ridgeline.train.evaluate import evaluate
 from ridgeline.train.guard import BadBatch, Guard
 from ridgeline.train.loop import train_loop
@@ -63,7 +63,7 @@ def run_training(
 ) -> Summary:
     """Build, go on from the newest checkpoint of `run`, train, evaluate; every rank calls this, rank 0
     writes records to `run` and to the terminal. `requests` may end it after any step."""
-    training = _build(config, env)
+    training = _build(config, env, has_checkpoints(config, run))
     checkpoints = Checkpoints(training, run)
     training = replace(training, update=_after_release(checkpoints, training.update))
     guard = Guard(training, lambda: checkpoints.skipped)
@@ -159,9 +159,9 @@ def run_training(
     return Summary(position.step, final_loss, metrics, reached, stopped=bool(stopped))
 
 
-def _build(config: RunConfig, env: RankEnv) -> Training:
+def _build(config: RunConfig, env: RankEnv, resumes: bool) -> Training:
     try:
-        return build_training(config, env)
+        return build_training(config, env, resumes)
     except Exception as error:
         if is_out_of_memory(error):
             raise RunError(tell_no_start(config, env.rank, error)) from error

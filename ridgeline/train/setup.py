@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from ridgeline.layout import Layout
 from ridgeline.machine.describe import describe_machine
 from ridgeline.models.build import MODELS, build_model
 from ridgeline.models.count import count_model
+from ridgeline.models.weights import load_weights
 from ridgeline.optim.build import build_optimizer
 from ridgeline.optim.schedules import Factor, build_schedule, fit_warmup, scale_lr
 from ridgeline.optim.update import Update, build_update
@@ -92,8 +94,9 @@ class Training:
             self.eval_loader.close()
 
 
-def build_training(config: RunConfig, env: RankEnv) -> Training:
-    """Every rank calls this with the same configuration."""
+def build_training(config: RunConfig, env: RankEnv, resumes: bool = False) -> Training:
+    """Every rank calls this with the same configuration; one that `resumes` will get its weights from a
+    checkpoint, so `model.weights` is not looked at."""
     layout = Layout.parse_for(config.layout, env.world_size, "layout")
     check_batch(config, layout)
     if layout.precision == "fp16" and config.model.dtype == "float16":
@@ -110,7 +113,7 @@ def build_training(config: RunConfig, env: RankEnv) -> Training:
     model_facts = _count(config, sources[0], task)
     order = read_order(config.axes, "axes")
     mesh = build_mesh(env, layout, device, order, collective_timeout(config.watch))
-    model = _build_weights(config, device)
+    model = _build_weights(config, device, "" if resumes else config.model.weights)
     arranged = arrange(
         Objective(model, task.loss),
         layout,
@@ -250,13 +253,15 @@ def _example(config: RunConfig, source: Source, device: torch.device) -> tuple[T
     return (inputs,)
 
 
-def _build_weights(config: RunConfig, device: torch.device) -> nn.Module:
-    """The model with its initial weights, which depend on the seed alone."""
+def _build_weights(config: RunConfig, device: torch.device, weights: str) -> nn.Module:
+    """The model with its initial weights, which depend on the seed alone, or are those of a file."""
     torch.manual_seed(config.train.seed)
     # Ours are made on the device at once; a user's constructor may need the CPU (`x.numpy()`).
     with device if config.model.name in MODELS else nullcontext():
         model = build_model(config.model.name, **config.model.args)
     model.to(device=device, dtype=_DTYPES[config.model.dtype])
+    if weights:
+        load_weights(model, Path(weights))
     if config.model.channels_last:
         try:
             model.to(memory_format=torch.channels_last)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from ridgeline.config import RunConfig
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import RankEnv
+from ridgeline.launch.forked import Ranks
 from ridgeline.layout import Layout, require_layout
 from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.train.setup import check_batch
 from ridgeline.verify.compare import Comparison, compare
 from ridgeline.verify.follow import follow
-from ridgeline.verify.ranks import Ranks
 from ridgeline.verify.record import Recording, record_training
 from ridgeline.verify.reference import needs_simulation, simulate
 from ridgeline.verify.rounding import Rounding, compare_rounded, measure

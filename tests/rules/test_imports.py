@@ -38,6 +38,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("verify",),
     ("scaling", "search", "export", "report"),
     ("compat",),
+    ("cli_checkpoint",),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -53,7 +54,10 @@ TORCH_FREE = (
     "ridgeline.facts",
     "ridgeline.launch.env",
     "ridgeline.launch.local",
+    "ridgeline.checkpoint.describe",
+    "ridgeline.checkpoint.damage",
     "ridgeline.report.build",
+    "ridgeline.cli_checkpoint",
     "ridgeline.cli",
 )
 

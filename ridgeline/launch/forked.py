@@ -1,8 +1,9 @@
-"""Ranks for verification: processes forked from one that has torch loaded, joined by gloo.
+"""Ranks on the CPU: processes forked from one that has torch loaded, joined by gloo.
 
 Starting n interpreters takes seconds each; a fork takes milliseconds, and a proof of fifty layouts is
 fifty short trainings. One set of ranks serves all layouts of its size; a set in which a rank failed is
-given up, because nobody knows what its other ranks wait for. Called by `run.py` and the parity tests.
+given up, because nobody knows what its other ranks wait for. Called by `verify/run.py`, by
+`train/reshard.py` and by the parity tests.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._folder = tempfile.TemporaryDirectory(prefix="ridgeline-verify-")
+        self._folder = tempfile.TemporaryDirectory(prefix="ridgeline-ranks-")
         import torch._dynamo  # a second that building an optimizer costs every rank
         import torch.utils.flop_counter  # noqa: F401
 
@@ -107,7 +108,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     # The same kernels whatever ran before: bf16 on a CPU without it switches mkldnn off for good.
     torch.backends.mkldnn.enabled = False
-    env = RankEnv(rank, num_ranks, rank, num_ranks, "127.0.0.1", 0, "ridgeline verify")
+    env = RankEnv(rank, num_ranks, rank, num_ranks, "127.0.0.1", 0, "forked ranks")
     if num_ranks > 1:
         store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
         dist.init_process_group(
