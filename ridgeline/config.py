@@ -326,7 +326,7 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
 def parse_config(text: str, place: str) -> RunConfig:
     """What `dump_config` wrote; `place` is where it was found."""
     values = _parse_yaml(text, place)
-    config = build_typed(RunConfig, values, "", leaves(to_plain(RunConfig())))
+    config: RunConfig = build_typed(RunConfig, values, "", leaves(to_plain(RunConfig())))
     _check_values(config)
     return config
 

@@ -62,10 +62,10 @@ class Ranks:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                rank = waiting.pop(pipe)
                 try:
-                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     answers[rank] = RunError(f"rank {rank} died without a word")
                 if isinstance(answers[rank], Exception):

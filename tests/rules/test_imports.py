@@ -159,6 +159,49 @@ def test_commands_run_without_torch(args: list[str]) -> None:
     assert done.stdout.strip()
 
 
+WRITE_CHECKPOINT = """
+import sys, zlib
+from pathlib import Path
+from ridgeline.checkpoint.manifest import Chunk, Manifest, Stored, StoredFile, write_manifest
+path = Path("step-00000001")
+path.mkdir()
+(path / "f").write_bytes(b"headnumb")
+chunk = Chunk((0,), (1,), "f", 4, 8, zlib.crc32(b"numb"))
+files = {"f": StoredFile(8, 4, zlib.crc32(b"head"))}
+write_manifest(path, Manifest(1, "dp=1", 1, 0.0, files=files,
+                              tensors={"model/w": Stored("F32", (1,), (chunk,))}))
+"""
+
+
+def test_checkpoints_are_looked_at_and_verified_without_torch(tmp_path: Path) -> None:
+    code = f"{NO_TORCH}\n{WRITE_CHECKPOINT}\nfrom ridgeline.cli import main\n"
+    code += """
+def call(code, *args):
+    sys.argv = ['ridgeline', 'checkpoint', *args]
+    try:
+        main()
+    except SystemExit as end:
+        assert (end.code or 0) == code, (end.code, args)
+for command in ('ls', 'show', 'verify'):
+    call(0, command, str(path))
+(path / "f").write_bytes(b"headnumx")
+call(1, 'verify', '.')
+call(2, 'diff', str(path), str(path))
+call(2, 'export', str(path), 'x.safetensors')
+call(2, 'reshard', str(path), 'there', '--layout', 'dp=1')
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model/w is damaged" in done.stdout
+    assert done.stderr.count("needs torch, which is not installed here") == 3
+
+
 def test_training_without_torch_is_one_sentence(tmp_path: Path) -> None:
     code = f"{NO_TORCH}\nimport sys\nsys.argv = ['ridgeline', 'train', 'digits', '-n', '1']\n"
     code += "from ridgeline.cli import main\nmain()"
