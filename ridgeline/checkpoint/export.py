@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ridgeline.checkpoint.damage import Advance
 from ridgeline.checkpoint.files import DTYPES, Reader, as_bytes, encode_header
@@ -80,11 +80,15 @@ def export_weights(
     metadata = {"format": "pt"}
     if llama is None:
         metadata |= {str(name): str(first) for name, first in manifest.state["tied"].items()}
-    num_bytes = _write(out, rows, metadata, Reader(path, check=True), manifest, advance)
-    if llama is not None:
-        word = str(DTYPES[rows[0].dtype]).removeprefix("torch.")
-        text = json.dumps(transformers_config(llama.config, word), indent=2) + "\n"
-        out.with_name("config.json").write_text(text, encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if llama is not None:
+            word = str(DTYPES[rows[0].dtype]).removeprefix("torch.")
+            text = json.dumps(transformers_config(llama.config, word), indent=2) + "\n"
+            out.with_name("config.json").write_text(text, encoding="utf-8")
+        num_bytes = _write(out, rows, metadata, Reader(path, check=True), manifest, advance)
+    except OSError as error:
+        raise RunError(f"{out} could not be written ({error.strerror})") from error
     notes = []
     if any(name.startswith(REPLICA) for name in manifest.tensors):
         notes.append("replicas had stepped on their own; the first one's weights are taken")
@@ -150,22 +154,16 @@ def _write(
     head = encode_header([(row.key, row.dtype, row.shape) for row in rows], metadata)
     aside = out.with_name(out.name + ".part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
             file.write(head)
             for row in rows:
-                value = _convert(read_tensor(reader, manifest, row.source), row.dtype)
-                file.write(as_bytes(value))
+                value = read_tensor(reader, manifest, row.source)
+                file.write(as_bytes(value.to(DTYPES[row.dtype])))
                 advance(row.num_bytes)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(out)
-    except OSError as error:
-        raise RunError(f"{out} could not be written ({error.strerror})") from error
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
     return len(head) + sum(row.num_bytes for row in rows)
-
-
-def _convert(value: Tensor, dtype: str) -> Tensor:
-    return value.to(DTYPES[dtype])

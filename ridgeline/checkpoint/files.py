@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_Bytes = npt.NDArray[np.uint8]
 
 _BLOCK = 8 * 2**20
 _FLUSH = 64 * 2**20
@@ -149,25 +151,33 @@ def sync_directory(path: Path) -> None:
 class Reader:
     """Boxes of the files of one checkpoint, mapped, so that only what is asked for is read.
 
-    With `check` every box is held against its checksum, for readers that come before anyone has looked.
+    With `check` boxes are read whole and held against their checksums, for readers that go through a
+    checkpoint from end to end before anyone has looked whether it is sound.
     """
 
     def __init__(self, directory: Path, check: bool = False) -> None:
         self._directory, self._check = directory, check
-        self._files: dict[str, np.memmap] = {}
+        self._files: dict[str, _Bytes] = {}
 
     def read(self, chunk: Chunk, dtype: str) -> Tensor:
         """The whole box; a view of the mapped file, to be copied from."""
         if chunk.stop == chunk.start:
             return torch.empty(chunk.sizes, dtype=DTYPES[dtype])
+        span = self._checked(chunk) if self._check else self._mapped(chunk)
+        return torch.from_numpy(span).view(DTYPES[dtype]).view(chunk.sizes)
+
+    def _mapped(self, chunk: Chunk) -> _Bytes:
         if chunk.file not in self._files:
             # Copy on write: torch wants memory that it may write to, and nobody does.
             self._files[chunk.file] = np.memmap(self._directory / chunk.file, np.uint8, mode="c")
-        span = self._files[chunk.file][chunk.start : chunk.stop]
-        if self._check and _checksum(memoryview(span)) != chunk.crc32:
+        return self._files[chunk.file][chunk.start : chunk.stop]
+
+    def _checked(self, chunk: Chunk) -> _Bytes:
+        path = self._directory / chunk.file
+        span = np.fromfile(path, np.uint8, chunk.stop - chunk.start, offset=chunk.start)
+        if _checksum(memoryview(span)) != chunk.crc32:
             raise Damaged(
-                f"{self._directory / chunk.file}: bytes {chunk.start} to {chunk.stop} are not what was "
-                "written; `ridgeline checkpoint verify` names what is damaged"
+                f"{path}: bytes {chunk.start} to {chunk.stop} are not what was written; "
+                "`ridgeline checkpoint verify` names what is damaged"
             )
-        raw = torch.from_numpy(span)
-        return raw.view(DTYPES[dtype]).view(chunk.sizes)
+        return span

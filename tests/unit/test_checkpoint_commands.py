@@ -365,6 +365,10 @@ def test_export_refuses_what_it_cannot_name(checkpoint, trained: Path, tmp_path:
         assert outcome.code == 2
         assert word in outcome.err
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    outcome = checkpoint("export", trained, tmp_path / "file" / "w.safetensors")
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    assert "could not be written" in outcome.err
 
 
 def test_a_file_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
