@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def config_of(steps: int) -> RunConfig:
             f"train={{batch: 4, steps: {steps}, eval_samples: 0}}",
             "log.tensorboard=no",
             "device=cpu",
-            "threads=1",
+            "threads=2",
         ],
     ).config
 
@@ -45,9 +47,19 @@ def train(path: Path, steps: int) -> RunDir:
     return run
 
 
+def documented_reader() -> Any:
+    """The function that docs/checkpoints.md tells readers to copy."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names["read"]
+
+
 def test_through_layouts_and_back(tmp_path: Path) -> None:
-    source = train(tmp_path / "run", 3).file(CHECKPOINTS) / "step-00000003"
-    path = source
+    run = train(tmp_path / "run", 3)
+    source = path = run.file(CHECKPOINTS) / "step-00000003"
+    weights, read = load_file(run.file(rundir.WEIGHTS)), documented_reader()
     for layout, ranks in (("tp=2,pp=2,microbatches=2", 4), ("dp=2,zero=3", 2), ("dp=1", 1)):
         path, count = reshard(path, tmp_path / layout, layout)
         manifest = read_manifest(path)
@@ -56,7 +68,10 @@ def test_through_layouts_and_back(tmp_path: Path) -> None:
         parameters = 2 * 9 + 2  # what is tied counts once
         assert count == 4 * parameters
         assert f"layout: {layout}\n" in manifest.config
-        assert "device: cpu\n" in manifest.config
+        assert "threads: 2\n" in manifest.config  # as it was, not as it was read
+        for name in ("embed.weight", "layers.1.attention.wq.weight", "norm.weight"):
+            assert torch.equal(read(path, f"model/{name}"), weights[name])
+        assert float(read(path, "optim/step/norm.weight")) == 3
     different = [d.name for d in compare(source, path).differences]
     assert all(name.startswith("rank/0/random/") for name in different)  # of another process
     with pytest.raises(UsageError, match="exists already"):
