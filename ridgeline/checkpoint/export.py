@@ -8,6 +8,7 @@ safetensors' own `save_model` does it. Called by `ridgeline checkpoint export`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,7 +58,7 @@ class _Row:
 
     @property
     def num_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype] * torch.Size(self.shape).numel()
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 def export_weights(

@@ -175,7 +175,7 @@ class Reader:
     def _checked(self, chunk: Chunk) -> _Bytes:
         path = self._directory / chunk.file
         span = np.fromfile(path, np.uint8, chunk.stop - chunk.start, offset=chunk.start)
-        if _checksum(memoryview(span)) != chunk.crc32:
+        if _checksum(span.data) != chunk.crc32:
             raise Damaged(
                 f"{path}: bytes {chunk.start} to {chunk.stop} are not what was written; "
                 "`ridgeline checkpoint verify` names what is damaged"

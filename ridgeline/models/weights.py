@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +29,6 @@ INDEX = "model.safetensors.index.json"
 _MOST_NAMES = 3
 
 
-@torch.no_grad()
 def load_weights(model: nn.Module, path: Path) -> None:
     """Fill every parameter and saved buffer of `model` from `path`."""
     files = [_Opened(file) for file in _find_files(path)]
@@ -70,7 +69,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
             f"model.weights={path} does not fit the model: {'; '.join(findings)}; "
             "use the model.name and model.args that it was made with"
         )
-    _copy(names, keys, targets, tied, path)
+    with torch.no_grad():
+        _copy(names, keys, targets, tied, path)
 
 
 def _copy(
@@ -105,8 +105,8 @@ class _Opened:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file: Any = safe_open(path, framework="pt")
-            self.keys = set(self._file.keys())
+            self._file = cast(Any, safe_open(path, framework="pt"))
+            self.keys: set[str] = set(self._file.keys())
         except (OSError, SafetensorError) as error:
             raise UsageError(f"model.weights: {path} cannot be read ({error})") from error
 
