@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from ridgeline.checkpoint.manifest import read_manifest
 from ridgeline.config import RunConfig, dump_config, load_config
 from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
+from ridgeline.parallel.gather import full_state
 from ridgeline.rundir import CHECKPOINTS, RunDir
 from ridgeline.train.reshard import reshard
 from ridgeline.train.run import run_training
+from ridgeline.train.setup import build_training
 
 
 def config_of(steps: int) -> RunConfig:
@@ -85,3 +88,18 @@ def test_through_layouts_and_back(tmp_path: Path) -> None:
     resumed = load_file(train(again, 5).file(rundir.WEIGHTS))
     whole = load_file(train(tmp_path / "whole", 5).file(rundir.WEIGHTS))
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
+def start_from(file: str, layout: str) -> dict[str, torch.Tensor]:
+    config = replace(config_of(1), layout=layout)
+    config = replace(config, model=replace(config.model, weights=file))
+    return full_state(build_training(config, read_rank_env()).arranged)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,microbatches=2", "dp=4,zero=3"])
+def test_every_layout_starts_from_a_file(ranks: Any, tmp_path: Path, layout: str) -> None:
+    run = train(tmp_path / "run", 1)
+    file = run.file(rundir.WEIGHTS)
+    found, weights = ranks(4, start_from, str(file), layout)[0], load_file(file)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
