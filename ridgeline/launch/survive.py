@@ -186,7 +186,7 @@ class _Job:
         # On other devices, what failed twice in one place has a chance again.
         if reason is not None and (fewer is None or not reason):
             raise RunError(f"{error}\n  given up: {reason}" if reason else str(error)) from None
-        cause = str(error).splitlines()[0]
+        cause = str(error).splitlines()[0].partition("; logs of every rank")[0]
         details: dict[str, Any] = {
             "cause": error.failure.message,
             "rank": failed.rank,

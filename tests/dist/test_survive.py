@@ -213,11 +213,15 @@ def start_torchrun(job: Job, *arguments: str) -> RunDir:
 
 
 def test_a_killed_rank_is_started_again(job: Job) -> None:
-    job.train("-n", "2", "--restarts", "2", "model.args={what: kill, once: true}")
+    """By default where there is a checkpoint, and from there."""
+    job.train("-n", "2", "checkpoint.every=3", "checkpoint.background=false",
+              "model.args={what: kill, once: true}")  # fmt: skip
     assert job.end() == 0, job.error
     (restart,) = job.events("restart")
     assert restart == {"cause": "was killed by SIGKILL", "rank": 1, "attempt": 1}
-    assert "restart 1: rank 1: was killed by SIGKILL" in job.out
+    line = "restart 1: rank 1: was killed by SIGKILL; going on from checkpoint step-00000003\n"
+    assert line in job.out
+    assert [resume["step"] for resume in job.events("resume")] == [3]
     assert job.run.status() == "finished"
 
 
@@ -237,6 +241,7 @@ def test_torchrun_starts_a_killed_rank_again(job: Job) -> None:
     assert run.status() == "finished"
 
 
+@pytest.mark.slow
 def test_a_slot_that_keeps_failing_is_left_out_and_comes_back(job: Job) -> None:
     job.train("-n", "4", "--restarts", "3", "--min-ranks", "2", "restart.regrow_minutes=0.05",
               "train.steps=200", "model.args={what: kill, rank: 3, slow: 0.05}")  # fmt: skip
