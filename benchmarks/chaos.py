@@ -33,9 +33,9 @@ import psutil
 RECIPE = (
     "digits",
     "model={name: mlp, args: {in_features: 64, hidden: 96, depth: 3, out_features: 10}}",
-    "train.batch=64", "train.epochs=4", "train.target={}", "train.clip=1.0", "train.eval_every=40",
+    "train.batch=64", "train.epochs=10", "train.target={}", "train.clip=1.0", "train.eval_every=40",
     "data.args={}", "device=cpu", "threads=1", "log.every=5", "log.samples=true", "log.tensorboard=no",
-    "checkpoint.every=6", "checkpoint.keep=3", "watch.timeout_s=5",
+    "checkpoint.every=10", "checkpoint.keep=3", "watch.timeout_s=5",
 )  # fmt: skip
 WAIT_S = 180.0
 """How long anything may take before the round counts as lost."""
@@ -74,7 +74,9 @@ class Job:
 
     def kill_all(self) -> None:
         """Everything at once, as when a node loses its power."""
-        tree = [self.process, *self.process.children(recursive=True)]
+        tree = [self.process]
+        with suppress(psutil.NoSuchProcess):
+            tree += self.process.children(recursive=True)
         for process in tree:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -274,7 +276,7 @@ def main() -> int:
         for number in range(args.rounds):
             if not order:  # every harm once before any comes again
                 order = dice.sample(list(HARMS), len(HARMS))
-            harm, moment = order.pop(), dice.randrange(2, num_steps - 10)
+            harm, moment = order.pop(), dice.randrange(2, num_steps * 2 // 3)
             began = time.monotonic()
             home = folder / f"round-{number}"
             mounted = harm == "fill the disk" and mount_small(home)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.optim import Optimizer
 
@@ -36,7 +37,7 @@ from ridgeline.checkpoint.manifest import (
     read_manifest,
 )
 from ridgeline.checkpoint.storage import BoxReader
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError
 from ridgeline.parallel.arranged import Arranged
 
 
@@ -113,9 +114,12 @@ def load_state(path: Path, manifest: Manifest, state: State) -> None:
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(
-            dict(state), storage_reader=BoxReader(path, manifest), planner=planner, no_dist=True
-        )
+        try:
+            reader = BoxReader(path, manifest)
+            dcp.load(dict(state), storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch's, which is no Exception
+            cause, _ = next(iter(error.failures.values()))
+            raise RunError(f"{path} cannot be read: {type(cause).__name__}: {cause}") from cause
 
 
 def load_training(

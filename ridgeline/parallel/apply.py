@@ -193,6 +193,7 @@ def _compile(built: Arranged) -> None:
         )
     if not layout.compile:
         return
+    _avoid_double_flash(built)
     # One compiled graph a shape: with dynamic shapes an uneven last batch would leave a slower
     # one behind that then serves the full batches too.
     mode = "reduce-overhead" if layout.graphs else "default"
@@ -203,6 +204,14 @@ def _compile(built: Arranged) -> None:
             block.compile(dynamic=False, mode=mode)
         return
     built.objective.compile(dynamic=False, mode=mode)
+
+
+def _avoid_double_flash(built: Arranged) -> None:
+    """Before torch 2.13 a compiled backward of attention on the CPU takes float64 for float32."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    dtypes = {p.dtype for part in built.parts for p in part.parameters()}
+    if version < (2, 13) and built.mesh.device.type == "cpu" and torch.float64 in dtypes:
+        torch.backends.cuda.enable_flash_sdp(False)  # the switch is the CPU's as well
 
 
 def _shard(built: Arranged) -> None:
@@ -355,19 +364,32 @@ def parallelize(
     Without a mesh, joins the job that torchrun set up and moves the model to this rank's device.
     `example_input` is for techniques that have to watch the module run; data parallelism needs none.
     """
-    require_layout(layout, "layout")
-    _require_own_loop(layout)
     if mesh is None:
+        require_layout(layout, "layout")
         env = read_rank_env()
         mesh = build_mesh(env, layout, choose_device("auto", env))
         model = model.to(mesh.device)
+    return arrange_own(model, layout, example_input, mesh, share, ddp).objective
+
+
+def arrange_own(
+    model: nn.Module,
+    layout: Layout,
+    example_input: Any,
+    mesh: Mesh,
+    share: Share | None = None,
+    ddp: DdpConfig | None = None,
+) -> Arranged:
+    """The same with what the techniques left behind, for whoever saves the model."""
+    require_layout(layout, "layout")
+    _require_own_loop(layout)
     example = example_input
     if example is not None and not isinstance(example, tuple):
         example = (example,)
     built = arrange(model, layout, mesh, share=share, ddp=ddp, example=example)
     if built.is_fully_sharded:
         weigh_outputs(built.objective, built.share)
-    return built.objective
+    return built
 
 
 def _require_own_loop(layout: Layout) -> None:

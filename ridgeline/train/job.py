@@ -11,11 +11,13 @@ import atexit
 import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import default_collate
 
@@ -24,10 +26,14 @@ from ridgeline.data.order import BatchPlan, num_batches, plan_epoch
 from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout
-from ridgeline.parallel.apply import parallelize
+from ridgeline.parallel.apply import arrange_own
+from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, close_mesh
 from ridgeline.parallel.precision import Precision, build_precision
 from ridgeline.parallel.share import Share
+
+if TYPE_CHECKING:
+    from ridgeline.train.own import OwnCheckpoints
 
 
 class Job:
@@ -36,6 +42,8 @@ class Job:
     def __init__(self, mesh: Mesh, precision: Precision, seed: int) -> None:
         self._mesh, self._precision, self._seed = mesh, precision, seed
         self._share = Share()
+        self._arranged: dict[int, Arranged] = {}
+        """Of every model given to `parallelize`, by the id of what came back."""
 
     @property
     def rank(self) -> int:
@@ -69,9 +77,9 @@ class Job:
         except TypeError as error:
             raise UsageError(f"parallelize: {error}") from None
         model = model.to(self.device)
-        return parallelize(
-            model, self.layout, example_input, mesh=self._mesh, share=self._share, ddp=ddp
-        )
+        arranged = arrange_own(model, self.layout, example_input, self._mesh, self._share, ddp)
+        self._arranged[id(arranged.objective)] = arranged
+        return arranged.objective
 
     def loader(
         self,
@@ -94,6 +102,30 @@ class Job:
             collate=collate,
             seed=self._seed,
         )
+
+    def checkpoints(
+        self,
+        directory: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: JobLoader,
+        *,
+        every: int,
+        keep: int = 2,
+    ) -> OwnCheckpoints:
+        """Save every so many steps, and go on from the newest whole checkpoint in `directory`.
+
+        `model` is what `parallelize` gave. Everything is restored when this returns; any layout and
+        number of ranks reads what any other has written.
+        """
+        arranged = self._arranged.get(id(model))
+        if arranged is None:
+            raise UsageError(
+                "job.checkpoints(model=...): this is not what job.parallelize gave; give it that"
+            )
+        from ridgeline.train.own import OwnCheckpoints
+
+        return OwnCheckpoints(self._mesh, arranged, optimizer, loader, Path(directory), every, keep)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The layout's precision, for the forward pass."""
@@ -155,6 +187,7 @@ class JobLoader:
         self._batch, self._seed, self._epoch = batch_size, seed, 0
         self._shuffle, self._drop_last = shuffle, drop_last
         self._plans: list[BatchPlan] = []
+        self._start = self._done = 0
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=_Plans(self),
@@ -180,17 +213,31 @@ class JobLoader:
                 self._epoch,
                 shuffle=self._shuffle,
                 drop_last=self._drop_last,
+                start=self._start,
             )
         )
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch at hand and how many of its batches were handed out."""
+        if self._done == len(self):
+            return self._epoch + 1, 0
+        return self._epoch, self._done
+
+    def go_to(self, epoch: int, batch: int) -> None:
+        """Let the next pass be the rest of `epoch` from `batch` on; nothing is read to get there."""
+        self._epoch, self._start, self._done = epoch, batch, batch
+
     def __iter__(self) -> Iterator[Any]:
+        if self._done > self._start:  # a pass that was left in the middle counts as one
+            self.go_to(self._epoch + 1, 0)
         self._plans = self.plan()
-        self._epoch += 1
         # A loader may run inside the loop of another: what that one's batch counts for comes back.
         before = (self._share.num_real, self._share.scale)
         try:
             for plan, batch in zip(self._plans, self._loader, strict=True):
                 self._share.set(int(plan.weights[0]), plan.num_global, self._mesh.data_size)
+                self._done = plan.step + 1
                 yield _to_device(batch, self._mesh.device)
         finally:
             self._share.num_real, self._share.scale = before
@@ -207,7 +254,7 @@ class _Plans:
             yield plan.parts[0].tolist()
 
     def __len__(self) -> int:
-        return len(self._owner)
+        return len(self._owner._plans)
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

@@ -102,8 +102,8 @@ class Verifier:
         if not verdict.same:
             # Where two values nearly tie (a maximum, a kink) rounding depends on the weights: before
             # a layout is blamed, one device shows what it makes of these.
-            here = self._follow(layout, precision, found)
-            verdict = compare_rounded(exact, found, measure(exact, [here], precision, rounding))
+            here = [self._follow(layout, precision, found, way) for way in _ways(precision)]
+            verdict = compare_rounded(exact, found, measure(exact, here, precision, rounding))
         return verdict
 
     def _rounding(self, layout: Layout) -> Rounding:
@@ -116,8 +116,7 @@ class Verifier:
                 exact, more = self._reference(layout, "float64"), []
             else:
                 exact = self._follow(layout, "float64", one)
-                way = "narrow" if precision in AUTOCAST else "reordered"
-                more = [self._follow(layout, precision, one, way)]
+                more = [self._follow(layout, precision, one, way) for way in _ways(precision)[1:]]
             self._roundings[key] = measure(exact, [one, *more], precision)
         return self._roundings[key]
 
@@ -177,6 +176,11 @@ def _reference_key(layout: Layout, precision: str) -> tuple[object, ...]:
     simulated = needs_simulation(layout)
     alone = layout.replace(precision="fp32") if simulated else _alone(layout)
     return alone, precision, layout.compile
+
+
+def _ways(precision: str) -> tuple[str, str]:
+    """How one device may take a step in a precision: as it does, and as layouts do."""
+    return "plain", "narrow" if precision in AUTOCAST else "reordered"
 
 
 def _alone(layout: Layout) -> Layout:

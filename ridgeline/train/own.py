@@ -1,0 +1,107 @@
+"""Checkpoints for a loop of the user's own: `saves = job.checkpoints(...)`, and `saves.step()` in it.
+
+The state is the same as that of `ridgeline train`: weights, optimizer, generators, and the place in the
+data, so the commands of `ridgeline checkpoint` and every layout read it. Called through `job.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ridgeline.checkpoint.held import hold_state
+from ridgeline.checkpoint.load import find_newest, load_training
+from ridgeline.checkpoint.manifest import Manifest, clear_unfinished, put_aside
+from ridgeline.checkpoint.retain import Keep
+from ridgeline.checkpoint.save import Saver
+from ridgeline.errors import UsageError
+from ridgeline.launch.env import recorded_environment
+from ridgeline.parallel.arranged import Arranged
+from ridgeline.parallel.mesh import Mesh
+from ridgeline.train.job import JobLoader
+
+
+class OwnCheckpoints:
+    """Made by `Job.checkpoints`; everything is restored by then."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        arranged: Arranged,
+        optimizer: Optimizer,
+        loader: JobLoader,
+        directory: Path,
+        every: int,
+        keep: int,
+    ) -> None:
+        if every < 1:
+            raise UsageError(f"job.checkpoints(every={every}): save every 1 step or more")
+        self._mesh, self._arranged, self._optimizer = mesh, arranged, optimizer
+        self._loader, self._every = loader, every
+        self.num_steps = 0
+        """Steps done since the very beginning."""
+        directory.mkdir(parents=True, exist_ok=True)
+        group = mesh.side_group("save")
+        world = mesh.world_group
+        self._saver = Saver(directory, mesh.env.rank, group, world, Keep(keep), mesh.device)
+        # The weights are about to change: what is being saved has to be copied by then.
+        optimizer.register_step_pre_hook(lambda *_: self._saver.release())
+        if mesh.is_main:
+            clear_unfinished(directory)
+        found = find_newest(directory, mesh.env.rank, group)
+        if found is None:
+            return
+        for text in found.damaged if mesh.is_main else ():
+            print(f"ridgeline: {text}", file=sys.stderr)
+        load_training(found.path, found.manifest, arranged, optimizer)
+        state = found.manifest.state
+        self.num_steps = found.manifest.step
+        loader.go_to(state["epoch"], state["batch"])
+        if mesh.is_main:
+            for path in reversed(found.damaged_paths):
+                put_aside(path)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of `count`, beginning with the one the run was in."""
+        first = self._loader.position[0]
+        yield from range(first, count)
+
+    def step(self) -> None:
+        """After `optimizer.step()`: counts it, and saves when it is time, while the loop goes on."""
+        self.num_steps += 1
+        if self.num_steps % self._every == 0:
+            self.save()
+        self._tell()
+
+    def save(self, wait: bool = False) -> None:
+        """Save now; with `wait`, until it is on disk."""
+        epoch, batch = self._loader.position
+        state: dict[str, Any] = {"epoch": epoch, "batch": batch, "tied": self._arranged.state_names}
+        manifest = Manifest(
+            step=self.num_steps,
+            layout=str(self._mesh.layout),
+            num_ranks=self._mesh.env.world_size,
+            time=time.time(),
+            state=state,
+            versions=dict(recorded_environment()["packages"]),  # type: ignore[call-overload]
+        )
+        self._saver.save(hold_state(self._arranged, self._optimizer), manifest, wait)
+        self._tell()
+
+    def close(self) -> None:
+        """Wait for what is being written; call it at the end of the script."""
+        self._saver.join()
+        self._tell()
+
+    def _tell(self) -> None:
+        for done in self._saver.outcomes():
+            if done.path is None and self._mesh.is_main:
+                print(
+                    f"ridgeline: no checkpoint at step {done.step}: {done.problem}; the loop goes on",
+                    file=sys.stderr,
+                )
