@@ -6,9 +6,13 @@ rank; rank 0 writes.
 
 from __future__ import annotations
 
-from ridgeline.parallel.staged import Staged
+from typing import TYPE_CHECKING
+
 from ridgeline.rundir import TRACES, RunDir
 from ridgeline.train.setup import Training
+
+if TYPE_CHECKING:
+    from ridgeline.parallel.staged import Staged
 
 _TRACED_STEP = 3
 
