@@ -6,7 +6,7 @@ TORCH_FREE := ridgeline/errors.py ridgeline/named.py ridgeline/composition.py ri
 	ridgeline/rundir.py ridgeline/facts.py ridgeline/launch ridgeline/report ridgeline/cli.py ridgeline/cli_checkpoint.py \
 	$(addprefix ridgeline/checkpoint/,boxes.py damage.py describe.py find.py manifest.py retain.py text.py)
 
-.PHONY: setup demo test check bench parity clean
+.PHONY: setup demo test check bench parity chaos clean
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ check: setup
 # Every kind of model in every layout that the table allows, on 1 to 8 processes.
 parity: setup
 	$(BIN)/python tests/parity/table.py
+
+# Fifty runs that are killed, hung, starved and lied to.
+chaos: setup
+	$(BIN)/python benchmarks/chaos.py --rounds 50
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py

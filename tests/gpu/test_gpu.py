@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from ridgeline.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from ridgeline.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 from ridgeline.errors import RunError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.optim.update import build_update
-from ridgeline.rundir import CONFIG, SPLIT, RunDir
+from ridgeline.rundir import CONFIG, SPLIT, WEIGHTS, RunDir
+from ridgeline.train.record import Recorder
 from ridgeline.train.run import run_training
 
 pytestmark = [
@@ -97,3 +107,66 @@ def test_loss_records_arrive_in_order(tmp_path: Path) -> None:
     """Windows are read one behind on CUDA; none may be lost or doubled at the end."""
     steps = run(mlp_config(steps=37), tmp_path).steps()
     assert [s.step for s in steps] == list(range(1, 38))
+
+
+@pytest.mark.parametrize("layout", ["precision=fp16", "precision=bf16,offload=optimizer"])
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved in the background, from pinned copies that the next steps must not change."""
+    saving = CheckpointConfig(every=3, minutes=0)
+    config = replace(mlp_config(layout, deterministic=True), checkpoint=saving)
+    whole = run(config, tmp_path / "whole")
+
+    class Died(Exception):
+        pass
+
+    real = Recorder.add
+
+    def add(self: Recorder, result: Any) -> Any:
+        if result.step == 17:
+            raise Died
+        return real(self, result)
+
+    cut = RunDir.at(tmp_path / "cut")
+    cut.write_text(CONFIG, "name: gpu\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "add", add)
+        with pytest.raises(Died):
+            run_training(config, read_rank_env({}), cut)
+    run_training(config, read_rank_env({}), cut)
+    resumed = [e for e in cut.events() if e.event == "resume"]
+    assert len(resumed) == 1
+    assert resumed[0].details["step"] >= 3
+    one, other = (load_file(path.file(WEIGHTS)) for path in (whole, cut))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert {s.step: s.loss for s in cut.steps()} == {s.step: s.loss for s in whole.steps()}
+
+
+def test_out_of_memory_is_a_budget(tmp_path: Path) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(3e9 / total)
+    wide = ModelConfig("mlp", {"in_features": 64, "hidden": 8192, "depth": 3, "out_features": 10})
+    data = DataConfig("synthetic", {"shape": [64], "classes": 10, "samples": 2**17, "distinct": 64})
+    config = replace(mlp_config(batch=2**17, steps=2), model=wide, data=data)
+    try:
+        with pytest.raises(RunError) as caught:
+            run(config, tmp_path)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+    text = str(caught.value)
+    print(text)
+    assert text.startswith("rank 0 is out of memory on cuda")
+    sizes = {
+        line[2:30].strip(): float(line[30:].split()[0])
+        for line in text.splitlines()[1:]
+        if line.endswith(" GB")
+    }
+    # Two square layers of 8192 and the small ends: 134M parameters and a bit.
+    assert 0.5 < sizes["weights"] < 0.6
+    assert sizes["optimizer state"] == pytest.approx(2 * sizes["weights"], rel=0.01)
+    assert sizes["activations and temporaries"] > 0
+    assert text.count("try layout=") == 3
