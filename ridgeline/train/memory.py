@@ -6,6 +6,7 @@ Called by `run.py` when the device (or the host) has none left. The estimates fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -59,7 +60,7 @@ def tell_no_start(config: RunConfig, rank: int, error: BaseException) -> str:
 
 def tell_budget(training: Training, error: BaseException) -> str:
     """One sentence on what was asked for, the budget, and what would fit."""
-    budget = measure(training)
+    budget = measure(training, _requested(error))
     layout = training.mesh.layout
     batch = training.config.train.batch // layout.dp
     lines = [
@@ -81,8 +82,9 @@ def tell_budget(training: Training, error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def measure(training: Training) -> Budget:
-    """What this rank holds; state that a first step would have made is counted as made."""
+def measure(training: Training, requested: float = 0.0) -> Budget:
+    """What this rank held and the bytes it was refused; state that a first step would have made is
+    counted as made."""
     arranged, device = training.arranged, training.mesh.device
     trainables = [t.parameter for t in arranged.trainables()]
     weights = _bytes(p for part in arranged.parts for p in part.parameters())
@@ -95,18 +97,38 @@ def measure(training: Training) -> Budget:
         gradients = _bytes(p.grad for p in trainables if p.grad is not None)
         found = (v for s in training.optimizer.state.values() for v in s.values())
         state = _bytes(v for v in found if isinstance(v, Tensor))
-    copies = 2 if training.config.optim.name.startswith("adam") else 1
-    state = max(state, copies * _bytes(trainables))
-    gradients = max(gradients, trained)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         fragmentation = torch.cuda.max_memory_reserved(device) - peak
-        capacity = torch.cuda.get_device_properties(device).total_memory
+        capacity = torch.cuda.get_device_properties(device).total_memory * _fraction(device)
     else:
         peak, fragmentation = psutil.Process().memory_info().rss, 0
         capacity = psutil.virtual_memory().total
-    rest = max(peak - weights - gradients - state, 0)
-    return Budget(weights, gradients, state, rest, max(fragmentation, 0), capacity)
+    rest = max(peak - weights - gradients - state, 0) + requested
+    copies = 2 if training.config.optim.name.startswith("adam") else 1
+    return Budget(
+        weights=weights,
+        gradients=max(gradients, trained),
+        optimizer=max(state, copies * _bytes(trainables)),
+        activations=rest,
+        fragmentation=max(fragmentation, 0),
+        capacity=capacity,
+    )
+
+
+def _fraction(device: torch.device) -> float:
+    """The share of the device that this process may use."""
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return float(read(device)) if read is not None else 1.0
+
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _requested(error: BaseException) -> float:
+    """What the allocator refused, as its message says."""
+    found = re.search(r"ried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error))
+    return float(found[1]) * _UNITS[found[2]] if found else 0.0
 
 
 def suggest(layout: Layout, budget: Budget, samples: int) -> list[tuple[Layout, float]]:
@@ -153,4 +175,5 @@ def _bytes(tensors: Iterator[Tensor] | list[Tensor]) -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].split(". If reserved")[0]
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.split(r"(?<=[a-zB])\. (?=GPU |Of |If )", line)[0]

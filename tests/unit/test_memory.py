@@ -92,4 +92,7 @@ def test_a_run_that_runs_out_says_where_it_went(
     assert text.startswith("rank 0 is out of memory on cpu in layout dp=1: ")
     for word in ("weights", "gradients", "optimizer state", "activations", "fragmentation"):
         assert f"  {word}" in text
+    # What was asked for and refused is what there is too much of.
+    (line,) = [x for x in text.splitlines() if "activations" in x]
+    assert float(line.split()[-2]) == pytest.approx(4e6, rel=0.01)
     assert text.count("try layout=") == 3
