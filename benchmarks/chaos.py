@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ RECIPE = (
     "model={name: mlp, args: {in_features: 64, hidden: 96, depth: 3, out_features: 10}}",
     "train.batch=64", "train.epochs=10", "train.target={}", "train.clip=1.0", "train.eval_every=40",
     "data.args={}", "device=cpu", "threads=1", "log.every=5", "log.samples=true", "log.tensorboard=no",
-    "checkpoint.every=10", "checkpoint.keep=3", "watch.timeout_s=5",
+    "checkpoint.every=10", "checkpoint.keep=3", "watch.timeout_s=5", "watch.first_step_s=20",
 )  # fmt: skip
 WAIT_S = 180.0
 """How long anything may take before the round counts as lost."""
@@ -268,11 +269,49 @@ def reference(folder: Path, ranks: int) -> tuple[dict[str, Any], int]:
     return load_file(job.path / "weights.safetensors"), job.step()
 
 
+def play(
+    folder: Path,
+    number: int,
+    ranks: int,
+    harm: str,
+    moment: int,
+    dice: random.Random,
+    expected: dict[str, Any],
+) -> tuple[bool, str]:
+    """One round: whether it was survived, and a line on it."""
+    began = time.monotonic()
+    home = folder / f"round-{number}"
+    mounted = harm == FULL and mount_small(home)
+    job = Job(home / "run" if mounted else home, ranks, folder / f"round-{number}.txt")
+    text, starts = "survived", 0
+    try:
+        job.start()
+        job.wait_for_step(moment)
+        time.sleep(dice.uniform(0, 0.05))
+        HARMS[harm](job, dice)
+        starts = finish(job)
+        judge(job.path, expected, harm)
+    except Lost as error:
+        text = f"LOST: {error}"
+    finally:
+        job.kill_all()
+        if mounted:
+            subprocess.run(["umount", "-l", str(home)], check=False)
+    line = (
+        f"round {number + 1:>3}  {harm:<16} after step {moment:>3}  started again {starts} times  "
+        f"{time.monotonic() - began:5.1f} s  {text}"
+    )
+    return text == "survived", line
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="rounds at a time, where there are cores"
+    )
     parser.add_argument("--keep", type=Path, help="a folder to leave the runs in, to look at them")
     args = parser.parse_args()
     dice = random.Random(args.seed)
@@ -285,34 +324,18 @@ def main() -> int:
         if FULL not in harms:
             print("NOT DONE: this user may mount no small file system, so no disk is filled")
         order: list[str] = []
+        rounds = []
         for number in range(args.rounds):
             if not order:  # every harm once before any comes again
                 order = dice.sample(harms, len(harms))
-            harm, moment = order.pop(), dice.randrange(2, num_steps * 2 // 3)
-            began = time.monotonic()
-            home = folder / f"round-{number}"
-            mounted = harm == FULL and mount_small(home)
-            job = Job(home / "run" if mounted else home, args.ranks, folder / f"round-{number}.txt")
-            text, starts = "survived", 0
-            try:
-                job.start()
-                job.wait_for_step(moment)
-                time.sleep(dice.uniform(0, 0.05))
-                HARMS[harm](job, dice)
-                starts = finish(job)
-                judge(job.path, expected, harm)
-                survived += 1
-            except Lost as error:
-                text = f"LOST: {error}"
-            finally:
-                job.kill_all()
-                if mounted:
-                    subprocess.run(["umount", "-l", str(home)], check=False)
-            print(
-                f"round {number + 1:>3}  {harm:<16} after step {moment:>3}  started again {starts} "
-                f"times  {time.monotonic() - began:5.1f} s  {text}",
-                flush=True,
-            )
+            moment = dice.randrange(2, num_steps * 2 // 3)
+            own = random.Random(dice.random())
+            rounds.append((folder, number, args.ranks, order.pop(), moment, own, expected))
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for done in as_completed([pool.submit(play, *one) for one in rounds]):
+                ok, line = done.result()
+                survived += ok
+                print(line, flush=True)
     print(f"{survived} of {args.rounds} survived")
     return 0 if survived == args.rounds else 1
 

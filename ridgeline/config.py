@@ -208,7 +208,7 @@ class WatchConfig:
     timeout_s: float = 600.0
     """A rank that makes no progress for so long ends the run with a table of where each is; 0: off."""
     first_step_s: float = 1800.0
-    """The same for the first step, which may compile, and while checkpoints are read and written."""
+    """The same for the first step, which may compile, and while a run waits for checkpoints."""
 
 
 @dataclass(frozen=True)

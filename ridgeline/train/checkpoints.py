@@ -119,6 +119,11 @@ class Checkpoints:
         minutes = self._config.minutes
         return bool(minutes) and time.monotonic() - self._last_time > 60 * minutes
 
+    @property
+    def phase(self) -> str:
+        """What the watchdog calls a save: one in the background is over at once, or something hangs."""
+        return "begin a save" if self._config.background else "save"
+
     def evaluated(self, metrics: dict[str, float]) -> None:
         self._metrics = dict(metrics)
 

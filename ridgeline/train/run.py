@@ -115,7 +115,7 @@ def run_training(
                 reached = reaches(metrics, config.train.target, training.task)
                 training.clock.start()
             if checkpoints.is_due(result.step) or beat.save:
-                with alive.watch.during("save"):
+                with alive.watch.during(checkpoints.phase):
                     log.saves(checkpoints.save(position))
             log.saves(checkpoints.outcomes())
             stopped = beat.stop if result.step < training.num_steps else ""
