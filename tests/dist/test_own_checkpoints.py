@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ridgeline.checkpoint.manifest import list_checkpoints
 from ridgeline.errors import UsageError
 from ridgeline.parallel.gather import full_state
 from ridgeline.train.job import Job, start
@@ -56,10 +55,6 @@ def test_it_goes_on_where_it_was(ranks: Any, tmp_path: Path, before: int, after:
         assert loss == pytest.approx(whole[step], rel=1e-9)
     for name, value in weights.items():
         assert torch.allclose(value.double(), found[name].double(), rtol=1e-9, atol=1e-12), name
-    assert [path.name for path in list_checkpoints(tmp_path / "cut")] == [
-        "step-00000016",
-        "step-00000020",
-    ]
 
 
 def test_fully_sharded_too(ranks: Any, tmp_path: Path) -> None:
