@@ -22,6 +22,10 @@ class RunError(Exception):
     exit_code = 1
 
 
+class WouldRepeat(RunError):
+    """A failure that the same start would meet again: the loss is no number, memory is too small."""
+
+
 class Requeue(RunError):
     """A run that was asked to stop and can go on. Exit code 75, which asks for it to be started again:
     `EX_TEMPFAIL` of sysexits.h, free of meaning for shells, Python and schedulers."""

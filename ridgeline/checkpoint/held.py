@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ridgeline.checkpoint.boxes import Box, memory_order, runs_of, stretch_boxes, whole
 from ridgeline.checkpoint.manifest import MODEL, OPTIMIZER, RANK, REPLICA
-from ridgeline.errors import RunError
+from ridgeline.errors import RunError, UsageError
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.flat import Piece
 from ridgeline.parallel.fsdp import free_gathered
@@ -100,6 +100,11 @@ def hold_state(arranged: Arranged, optimizer: Optimizer) -> State:
             if isinstance(value, Tensor):
                 name = f"{OPTIMIZER}{key}/{held.name}"
                 state[name] = held.of(value, name)
+            elif value is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__} keeps {key}={value!r} for {held.name}, which is no "
+                    "tensor and would be lost in a checkpoint; keep it as torch.tensor(...)"
+                )
     if arranged.local_sync:
         state = _apart(state, arranged)
     return state | _hold_own(arranged)

@@ -71,7 +71,8 @@ def find_newest(
             problems = list(dict.fromkeys(p for part in everyone for p in part))
         if not problems:
             return Found(path, read_manifest(path), tuple(damaged), tuple(paths))
-        paths.append(path)
+        if not any(UNREADABLE in problem for problem in problems):
+            paths.append(path)  # a file system that fails now says nothing of the bytes
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         damaged.append(f"checkpoint {name} is not whole: {problems[0]}{more}")
     if damaged:
@@ -81,10 +82,13 @@ def find_newest(
     return None
 
 
+UNREADABLE = "cannot be read"
+
+
 def _problems(path: Path, rank: int, world: int, check: bool) -> list[str]:
     try:
         manifest = read_manifest(path)
-    except (Damaged, UsageError) as error:
+    except Damaged as error:
         return [str(error)]
     problems = list(check_sizes(path, manifest)) if rank == 0 else []
     if check and not problems:
@@ -211,6 +215,8 @@ def _require_all(manifest: Manifest, path: Path, arranged: Arranged, optimizer: 
                 f"the checkpoint {path} has {mine} and the model has not; use the recipe it was made "
                 "with, or start over with --fresh"
             )
+    if not any(t.parameter.numel() for t in arranged.trainables()):
+        return  # a stage of frozen layers cannot tell
     has = {key for state in optimizer.state.values() for key in state}
     had = {name.split("/")[1] for name in manifest.tensors if name.startswith(OPTIMIZER)}
     if has != had and manifest.step:

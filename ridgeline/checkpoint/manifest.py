@@ -133,11 +133,13 @@ def clear_unfinished(directory: Path) -> list[str]:
 
 
 def put_aside(path: Path) -> None:
-    """Take a damaged checkpoint out of the line, so that it does not count as one that is kept; the last
-    such is left for whoever wants to look at it."""
-    for old in path.parent.glob("step-*.damaged"):
-        shutil.rmtree(old, ignore_errors=True)
-    path.rename(path.with_name(f"{path.name}.damaged"))
+    """Take a damaged checkpoint out of the line, so that it does not count as one that is kept."""
+    name = path.with_name(f"{path.name}.damaged")
+    number = 1
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.name}.damaged-{number}")
+    path.rename(name)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

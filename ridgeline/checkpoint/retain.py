@@ -44,7 +44,8 @@ def remove_old(directory: Path, keep: Keep) -> list[str]:
 
 
 def find_best(paths: list[Path], keep: Keep) -> Path | None:
-    """The checkpoint with the best value of the metric, the newest among equals."""
+    """The checkpoint with the best value of the metric; the first that has it, because those after it carry
+    the same evaluation until there is another."""
     found: list[tuple[float, int, Path]] = []
     for path in paths if keep.best else ():
         try:
@@ -52,7 +53,7 @@ def find_best(paths: list[Path], keep: Keep) -> Path | None:
         except (Damaged, UsageError):
             continue
         if value is not None and value == value:
-            found.append((value if keep.higher_is_better else -value, _step(path), path))
+            found.append((value if keep.higher_is_better else -value, -_step(path), path))
     return max(found)[2] if found else None
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ridgeline.checkpoint.held import State
-from ridgeline.checkpoint.manifest import Manifest, StoredFile, checkpoint_name
+from ridgeline.checkpoint.manifest import MODEL, Manifest, StoredFile, checkpoint_name
 from ridgeline.checkpoint.retain import Keep, remove_old
 from ridgeline.checkpoint.storage import commit, write_boxes
 from ridgeline.errors import RunError
@@ -47,6 +47,8 @@ class Outcome:
     seconds: float = 0.0
     """From the call to the rename."""
     removed: tuple[str, ...] = ()
+    is_final: bool = False
+    """Whether another try would end alike."""
 
 
 @dataclass
@@ -233,15 +235,32 @@ class Saver:
     ) -> None:
         place = {id(item): values for item, values in zip(plan.items, sources, strict=True)}
         try:
-            copy()
+            if self._stream is not None:
+                torch.cuda.set_device(self._device)  # a thread's own is device 0, another rank's
+            problem = self._copy_and_check(copy, plan, sources)
             for pause in (*self._retry, None):
-                outcome = self._try(plan, place, aside, manifest, began)
-                if outcome.path is not None or pause is None:
+                outcome = self._try(plan, place, aside, manifest, began, problem)
+                if outcome.path is not None or pause is None or outcome.is_final:
                     break
                 time.sleep(pause)
         except Exception as error:  # a rank that is gone; the loop will hear of it by itself
             outcome = Outcome(manifest.step, None, f"{type(error).__name__}: {error}")
         self._outcomes.append(outcome)
+
+    def _copy_and_check(self, copy: Callable[[], None], plan: _Plan, sources: list[Tensor]) -> str:
+        """Why there is nothing worth writing: weights that are no numbers must not be gone on from."""
+        try:
+            copy()
+            for item, values in zip(plan.items, sources, strict=True):
+                weighs = item.index.fqn.startswith(MODEL) and values.is_floating_point()
+                # A sum first: it is finite in nearly every save, and cheaper than looking at each.
+                if not weighs or bool(values.float().sum().isfinite()):
+                    continue
+                if not bool(values.isfinite().all()):
+                    return f"{item.index.fqn.removeprefix(MODEL)} is not a number everywhere"
+        except Exception as error:
+            return f"rank {self._rank}: {_reason(error)}"
+        return ""
 
     def _try(
         self,
@@ -250,15 +269,19 @@ class Saver:
         aside: Path,
         manifest: Manifest,
         began: float,
+        problem: str,
     ) -> Outcome:
         file: StoredFile | None = None
         results: list[WriteResult] = []
-        problem = ""
+        final = bool(problem)
         try:
-            file, results = write_boxes(aside, self._rank, plan.items, lambda item: place[id(item)])
+            if not problem:
+                file, results = write_boxes(
+                    aside, self._rank, plan.items, lambda item: place[id(item)]
+                )
         except Exception as error:
             problem = f"rank {self._rank}: {_reason(error)}"
-        everyone = self._gather((file, results, problem))
+        everyone = self._gather((file, results, problem, final))
         outcome = None
         if everyone is not None:
             outcome = self._finish(plan, everyone, aside, manifest, began)
@@ -268,15 +291,15 @@ class Saver:
     def _finish(
         self, plan: _Plan, everyone: list[Any], aside: Path, manifest: Manifest, began: float
     ) -> Outcome:
-        problems = [problem for _, _, problem in everyone if problem]
+        problems = [problem for _, _, problem, _ in everyone if problem]
         path, removed = None, []
         files = {
-            results[0].storage_data[0]: file for file, results, _ in everyone if file is not None
+            results[0].storage_data[0]: file for file, results, *_ in everyone if file is not None
         }
         if not problems:
             try:
                 assert plan.metadata is not None
-                results = [result for _, part, _ in everyone for result in part]
+                results = [result for _, part, *_ in everyone for result in part]
                 path = commit(self._directory, aside, manifest, plan.metadata, files, results)
                 removed = remove_old(self._directory, self._keep)
             except Exception as error:
@@ -290,6 +313,7 @@ class Saver:
             sum(file.num_bytes for file in files.values()),
             time.perf_counter() - began,
             tuple(removed),
+            is_final=any(final for *_, final in everyone),
         )
 
     # Between ranks

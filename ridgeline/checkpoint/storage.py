@@ -40,6 +40,7 @@ from ridgeline.checkpoint.manifest import (
     Manifest,
     Stored,
     StoredFile,
+    check_sizes,
     checkpoint_name,
     chunk_key,
     write_manifest,
@@ -94,6 +95,8 @@ def commit(
         tensors[name] = Stored(dtype, tuple(stored.size), tuple(chunks))
     manifest = Manifest(**{**vars(manifest), "files": files, "tensors": tensors})
     aside.mkdir(parents=True, exist_ok=True)
+    for problem in check_sizes(aside, manifest):
+        raise OSError(f"{problem}; every rank has to write to the same file system")
     write_manifest(aside, manifest)
     sync_directory(aside)
     target = directory / checkpoint_name(manifest.step)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import RunError, UsageError, WouldRepeat
 from ridgeline.launch.env import LAUNCHER, RANK_VARIABLES
 from ridgeline.launch.ranks import RANKS
 
@@ -47,6 +47,8 @@ class RankFailure:
     """The last step that the rank had done; None: none since it was started."""
     decisive: bool = False
     """Found by looking at all ranks, so it is the cause whatever else was said."""
+    would_repeat: bool = False
+    """Whether the same start would meet it again."""
 
 
 class RankError(RunError):
@@ -85,6 +87,7 @@ def write_failure(
         "traceback": "" if known else trace,
         "step": step,
         "decisive": decisive,
+        "would_repeat": isinstance(error, WouldRepeat),
     }
     aside = failure_file(directory, rank).with_suffix(".part")
     aside.write_text(json.dumps(value), encoding="utf-8")

@@ -46,6 +46,10 @@ class _Desk:
         self._since = 0.0
         self._told: set[int] = set()
 
+    @property
+    def asked(self) -> bool:
+        return bool(self.signal or self.planned)
+
     @contextmanager
     def open(self) -> Iterator[None]:
         before = {n: signal.signal(n, self._hear) for n in (signal.SIGTERM, signal.SIGUSR1)}
@@ -146,8 +150,9 @@ class _Job:
                 raise self._requeue() from None
             self._after_failure(error, began)
             return False
-        if self._run.status() != "stopped":
+        if self._run.status() == "finished" or not self.desk.asked:
             return True
+        # Whether or not the disk took the event: they were asked to stop, and the run is not at its end.
         if self.desk.planned and not self.desk.signal:
             self._grow()
             return False
@@ -180,6 +185,8 @@ class _Job:
             checkpoint=newest_checkpoint(self._run),
             lost=self._config.device != "cpu" and not _answers(slot),
         )
+        if error.failure.would_repeat:
+            raise RunError(str(error)) from None
         self._history.append(failed)
         fewer = self._without(bad_slot(self._history))
         reason = why_give_up(self._history, self._config.restart.times)

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ridgeline.checkpoint.files import sync_directory
 from ridgeline.checkpoint.held import hold_state
 from ridgeline.checkpoint.load import Found, find_newest, load_training
 from ridgeline.checkpoint.manifest import Manifest, clear_unfinished, list_checkpoints, put_aside
 from ridgeline.checkpoint.retain import Keep
 from ridgeline.checkpoint.save import Outcome, Saver
-from ridgeline.config import RunConfig, dump_config
+from ridgeline.config import dump_config
 from ridgeline.errors import UsageError
 from ridgeline.launch.env import recorded_environment
 from ridgeline.parallel.ddp import Replicated
 from ridgeline.rundir import CHECKPOINTS, RunDir
-from ridgeline.train.guard import BadBatch
+from ridgeline.train.guard import BadBatch, Guard
 from ridgeline.train.position import Position
 from ridgeline.train.setup import Training
 
@@ -35,6 +36,8 @@ class Checkpoints:
         self._config = training.config.checkpoint
         self._metrics: dict[str, float] = {}
         self._last_saved = -1
+        self.guard: Guard | None = None
+        """Whose judgement goes on with the run; set by whoever made both."""
         self._waits = False
         """Whether one fell due while the one before was still being written."""
         self._last_time = time.monotonic()
@@ -90,6 +93,8 @@ class Checkpoints:
         if scaler is not None and state.get("scaler"):
             scaler.load_state_dict(state["scaler"])
         self._metrics = dict(found.manifest.metrics)
+        if self.guard is not None and state.get("guard"):
+            self.guard.restore(state["guard"])
         known = [list(pair) for pair in state.get("skipped", [])]
         self.skipped = known + [pair for pair in self._always_skipped if pair not in known]
         self._last_saved = position.step
@@ -102,7 +107,6 @@ class Checkpoints:
         if pair in self.skipped:
             return False
         self._always_skipped.append(pair)
-        self.outcomes(wait=True)
         return True
 
     # Saving
@@ -110,7 +114,7 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         """By the count of steps, which all ranks know; one that had to wait is tried again soon."""
         every = self._config.every
-        if self._waits and step % max(1, every // 10) == 0:
+        if self._waits and step % (max(1, every // 10) if every else 10) == 0:
             return True
         return bool(every) and step % every == 0
 
@@ -147,7 +151,10 @@ class Checkpoints:
             return []
         if wait:
             self._saver.join()
-        return self._saver.outcomes()
+        done = self._saver.outcomes()
+        if any(outcome.path is None and outcome.step == self._last_saved for outcome in done):
+            self._last_saved = -1
+        return done
 
     def release(self) -> None:
         """Before the weights change."""
@@ -161,10 +168,12 @@ class Checkpoints:
             "epoch": position.epoch,
             "batch": position.batch,
             "train_batch": training.config.train.batch,
-            "batches_per_epoch": len(training.loader),
             "seed": training.config.train.seed,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "skipped": self.skipped,
+            "guard": self.guard.state() if self.guard is not None else None,
+            "num_samples": len(training.loader.source),
+            "drop_last": training.config.data.drop_last,
             "tied": {a: b for a, b in training.arranged.state_names.items() if a != b},
         }
         if self._config.keep_best:
@@ -191,36 +200,32 @@ def read_position(manifest: Manifest, training: Training) -> Position:
             f"{training.config.train.seed}, so samples would come twice or never; use the same seed, "
             "or start over with --fresh"
         )
+    data = {"num_samples": len(training.loader.source), "drop_last": training.config.data.drop_last}
+    for name, now in data.items():
+        if state[name] != now:
+            raise UsageError(
+                f"the data has {name}={now} and had {state[name]} when the checkpoint was made, so "
+                "samples would come twice or never; use the same data, or start over with --fresh"
+            )
     done = state["batch"] * state["train_batch"]
     if done % batch:
         raise UsageError(
             f"the checkpoint is {done} samples into an epoch, which is no whole number of batches of "
             f"train.batch={batch}; go on with {state['train_batch']}, or with a divisor of {done}"
         )
-    position = Position(manifest.step, state["epoch"], done // batch)
-    if state["train_batch"] == batch and state["batches_per_epoch"] != len(training.loader):
-        raise UsageError(
-            f"the data had {state['batches_per_epoch']} batches an epoch when the checkpoint was made "
-            f"and has {len(training.loader)} now, so samples would come twice or never; use the same "
-            "data, or start over with --fresh"
-        )
-    return position
+    if done // batch >= len(training.loader):  # what is left of the epoch is dropped
+        return Position(manifest.step, state["epoch"] + 1, 0)
+    return Position(manifest.step, state["epoch"], done // batch)
 
 
-def has_checkpoints(config: RunConfig, run: RunDir | None) -> bool:
+def has_checkpoints(run: RunDir | None) -> bool:
     """Whether a run will go on from one; known before anything is built."""
-    path = _wanted_path(config, run)
-    return path is not None and bool(list_checkpoints(path))
-
-
-def _wanted_path(config: RunConfig, run: RunDir | None) -> Path | None:
-    wanted = config.checkpoint.every or config.checkpoint.minutes or config.checkpoint.at_end
-    return run.file(CHECKPOINTS) if run is not None and wanted else None
+    return run is not None and bool(list_checkpoints(run.file(CHECKPOINTS)))
 
 
 def _agreed_path(training: Training, run: RunDir | None) -> Path | None:
-    """Rank 0's directory, on every rank."""
-    path = _wanted_path(training.config, run)
+    """Rank 0's directory, on every rank; also where no save is planned: a run may be asked to stop."""
+    path = run.file(CHECKPOINTS) if run is not None else None
     group = training.mesh.world_group
     if group is not None:
         box = [path]
@@ -228,6 +233,7 @@ def _agreed_path(training: Training, run: RunDir | None) -> Path | None:
         path = box[0]
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)
+        sync_directory(path.parent)
     return path
 
 

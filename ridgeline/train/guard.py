@@ -13,13 +13,14 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ridgeline.data.loader import Batch
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import UsageError, WouldRepeat
 from ridgeline.train.clock import Clock
 from ridgeline.train.setup import Training
 
@@ -70,6 +71,15 @@ class Guard:
     def is_on(self) -> bool:
         return self._config.on_bad != "stop" or self._config.spike > 0
 
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what the next judgement depends on."""
+        return {"recent": list(self._recent), "num_bad": self._num_bad}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._recent = deque(state["recent"], maxlen=self._config.window)
+        # Going back in a run that goes on must not forget what was found since.
+        self._num_bad = max(self._num_bad, state["num_bad"])
+
     def take(self) -> BadBatch | None:
         """What the step just done has found, once."""
         found, self._found = self._found, None
@@ -96,7 +106,7 @@ class Guard:
         action = self._config.on_bad
         if action == "stop" or self._num_bad > self._config.most:
             limit = f" after {self._config.most} bad batches" if action != "stop" else ""
-            raise RunError(
+            raise WouldRepeat(
                 f"batch {batch} of epoch {epoch}: {reason}; the run stopped{limit}. Lower train.lr, set "
                 "train.clip, or look at that batch"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,11 +112,13 @@ class Job:
         *,
         every: int,
         keep: int = 2,
+        also: Mapping[str, Any] | None = None,
     ) -> OwnCheckpoints:
         """Save every so many steps, and go on from the newest whole checkpoint in `directory`.
 
         `model` is what `parallelize` gave. Everything is restored when this returns; any layout and
-        number of ranks reads what any other has written.
+        number of ranks reads what any other has written. `also` are other things with a state: their
+        `state_dict()` has to fit into JSON, as that of torch's learning-rate schedules does.
         """
         arranged = self._arranged.get(id(model))
         if arranged is None:
@@ -125,7 +127,9 @@ class Job:
             )
         from ridgeline.train.own import OwnCheckpoints
 
-        return OwnCheckpoints(self._mesh, arranged, optimizer, loader, Path(directory), every, keep)
+        return OwnCheckpoints(
+            self._mesh, arranged, optimizer, loader, Path(directory), every, keep, also or {}
+        )
 
     def autocast(self) -> AbstractContextManager[None]:
         """The layout's precision, for the forward pass."""
@@ -223,6 +227,17 @@ class JobLoader:
         if self._done == len(self):
             return self._epoch + 1, 0
         return self._epoch, self._done
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the order of samples depends on."""
+        return {
+            "num_samples": self._size,
+            "batch_size": self._batch,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "drop_last": self._drop_last,
+        }
 
     def go_to(self, epoch: int, batch: int) -> None:
         """Let the next pass be the rest of `epoch` from `batch` on; nothing is read to get there."""

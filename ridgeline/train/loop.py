@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ridgeline.data.loader import Batch
+from ridgeline.errors import RunError
 from ridgeline.train.position import Position
 from ridgeline.train.setup import Training
 from ridgeline.train.step import StepResult, run_step
@@ -24,6 +25,7 @@ def train_loop(training: Training, start: Position | None = None) -> Iterator[St
     training.arranged.train()
     clock.start()
     while position.step < training.num_steps:
+        before = position
         for batch in training.loader.epoch(position.epoch, position.batch):
             clock.mark("data_s")
             batch = training.to_device(batch)
@@ -50,6 +52,8 @@ def train_loop(training: Training, start: Position | None = None) -> Iterator[St
                 return
             # What the caller did with the result is part of the step's time but of none of its parts.
             clock.mark("other_s")
+        if position == before:
+            raise RunError(f"epoch {position.epoch} gave no batch from batch {position.batch} on")
 
 
 def used_samples(batch: Batch) -> tuple[np.ndarray, ...]:

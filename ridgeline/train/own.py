@@ -1,14 +1,16 @@
 """Checkpoints for a loop of the user's own: `saves = job.checkpoints(...)`, and `saves.step()` in it.
 
 The state is the same as that of `ridgeline train`: weights, optimizer, generators, and the place in the
-data, so the commands of `ridgeline checkpoint` and every layout read it. Called through `job.py`.
+data, so every layout reads it, and `ridgeline checkpoint` except `reshard`, which builds the model from
+a recipe. Sums over three ranks and more may differ in the last bit after going on, because torch lays
+the buckets of its replication out anew after a first step. Called through `job.py`.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,14 @@ class OwnCheckpoints:
         directory: Path,
         every: int,
         keep: int,
+        also: Mapping[str, Any],
     ) -> None:
         if every < 1:
             raise UsageError(f"job.checkpoints(every={every}): save every 1 step or more")
         self._mesh, self._arranged, self._optimizer = mesh, arranged, optimizer
-        self._loader, self._every = loader, every
+        self._loader, self._every, self._also = loader, every, dict(also)
+        self._waits = False
+        """Whether one fell due while the one before was still being written."""
         self.num_steps = 0
         """Steps done since the very beginning."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -59,12 +64,25 @@ class OwnCheckpoints:
         for text in found.damaged if mesh.is_main else ():
             print(f"ridgeline: {text}", file=sys.stderr)
         load_training(found.path, found.manifest, arranged, optimizer)
-        state = found.manifest.state
         self.num_steps = found.manifest.step
-        loader.go_to(state["epoch"], state["batch"])
+        self._restore(found.manifest.state, found.path)
         if mesh.is_main:
             for path in reversed(found.damaged_paths):
                 put_aside(path)
+
+    def _restore(self, state: dict[str, Any], path: Path) -> None:
+        for name, now in self._loader.identity.items():
+            if state["loader"].get(name) != now:
+                raise UsageError(
+                    f"the loader has {name}={now} and had {state['loader'].get(name)} in {path}, so "
+                    "samples would come twice or never; use the same, or another directory"
+                )
+        self._loader.go_to(state["epoch"], state["batch"])
+        for group, values in zip(self._optimizer.param_groups, state["groups"], strict=True):
+            group.update(values)
+        for name, value in self._also.items():
+            if name in state["also"]:
+                value.load_state_dict(state["also"][name])
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`, beginning with the one the run was in."""
@@ -74,14 +92,22 @@ class OwnCheckpoints:
     def step(self) -> None:
         """After `optimizer.step()`: counts it, and saves when it is time, while the loop goes on."""
         self.num_steps += 1
-        if self.num_steps % self._every == 0:
+        if self._waits or self.num_steps % self._every == 0:
             self.save()
         self._tell()
 
     def save(self, wait: bool = False) -> None:
         """Save now; with `wait`, until it is on disk."""
         epoch, batch = self._loader.position
-        state: dict[str, Any] = {"epoch": epoch, "batch": batch, "tied": self._arranged.state_names}
+        names = self._arranged.state_names
+        state: dict[str, Any] = {
+            "epoch": epoch,
+            "batch": batch,
+            "loader": self._loader.identity,
+            "groups": [_plain(group) for group in self._optimizer.param_groups],
+            "also": {name: value.state_dict() for name, value in self._also.items()},
+            "tied": {name: first for name, first in names.items() if name != first},
+        }
         manifest = Manifest(
             step=self.num_steps,
             layout=str(self._mesh.layout),
@@ -90,7 +116,8 @@ class OwnCheckpoints:
             state=state,
             versions=dict(recorded_environment()["packages"]),  # type: ignore[call-overload]
         )
-        self._saver.save(hold_state(self._arranged, self._optimizer), manifest, wait)
+        held = hold_state(self._arranged, self._optimizer)
+        self._waits = not self._saver.save(held, manifest, wait)
         self._tell()
 
     def close(self) -> None:
@@ -105,3 +132,12 @@ class OwnCheckpoints:
                     f"ridgeline: no checkpoint at step {done.step}: {done.problem}; the loop goes on",
                     file=sys.stderr,
                 )
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group that a schedule may have changed: its rate and other numbers."""
+    return {
+        name: value
+        for name, value in group.items()
+        if name != "params" and isinstance(value, (int, float, bool))
+    }

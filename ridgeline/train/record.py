@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ridgeline.errors import RunError
+from ridgeline.errors import WouldRepeat
 from ridgeline.machine.describe import peak_memory_bytes
 from ridgeline.rundir import SPLIT, RankRecord, StepRecord
 from ridgeline.train.clock import Times
@@ -104,7 +104,7 @@ class Recorder:
     def _require_finite(self, step: int, loss: float) -> None:
         if not math.isfinite(loss) and self._stops_at_nan:
             rank = self._training.mesh.env.rank
-            raise RunError(
+            raise WouldRepeat(
                 f"loss is {loss} at step {step} on rank {rank}; the run stopped there. Lower train.lr "
                 f"(now {self._training.peak_lr:g}), set train.clip, or look at that batch"
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 from ridgeline.checkpoint.save import Outcome
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
 from ridgeline.data.loader import Batch
-from ridgeline.errors import RunError
+from ridgeline.errors import WouldRepeat
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
 from ridgeline.optim.update import Update
 from ridgeline.parallel.fallbacks import Gathered, describe_gathered
@@ -63,11 +63,12 @@ def run_training(
 ) -> Summary:
     """Build, go on from the newest checkpoint of `run`, train, evaluate; every rank calls this, rank 0
     writes records to `run` and to the terminal. `requests` may end it after any step."""
-    training = _build(config, env, has_checkpoints(config, run))
+    training = _build(config, env, has_checkpoints(run))
     checkpoints = Checkpoints(training, run)
     training = replace(training, update=_after_release(checkpoints, training.update))
     guard = Guard(training, lambda: checkpoints.skipped)
     training = guard.training
+    checkpoints.guard = guard
     alive = build_alive(training, run, requests or Requests(), checkpoints.is_late)
     main_run = run if training.mesh.is_main else None
     log = _Log(training, main_run)
@@ -98,6 +99,7 @@ def run_training(
             if bad := guard.take():
                 log.bad_batch(result.step, bad, config.guard.on_bad)
                 if config.guard.on_bad == "rollback" and checkpoints.add_skipped(bad):
+                    log.saves(checkpoints.outcomes(wait=True))
                     last = log.steps(recorder.flush()) or last
                     steps.close()
                     with alive.watch.during("load"):
@@ -138,7 +140,7 @@ def run_training(
     except Exception as error:
         log.steps(recorder.salvage())
         if is_out_of_memory(error):
-            raise RunError(tell_budget(training, error)) from error
+            raise WouldRepeat(tell_budget(training, error)) from error
         raise
     finally:
         alive.end()
@@ -164,7 +166,7 @@ def _build(config: RunConfig, env: RankEnv, resumes: bool) -> Training:
         return build_training(config, env, resumes)
     except Exception as error:
         if is_out_of_memory(error):
-            raise RunError(tell_no_start(config, env.rank, error)) from error
+            raise WouldRepeat(tell_no_start(config, env.rank, error)) from error
         raise
 
 
