@@ -31,17 +31,20 @@ from typing import Any
 
 import psutil
 
+NUM_EPOCHS = 10
 RECIPE = (
     "digits",
     "model={name: mlp, args: {in_features: 64, hidden: 96, depth: 3, out_features: 10}}",
-    "train.batch=64", "train.epochs=10", "train.target={}", "train.clip=1.0", "train.eval_every=40",
-    "data.args={}", "device=cpu", "threads=1", "log.every=5", "log.samples=true", "log.tensorboard=no",
+    "train.batch=64", f"train.epochs={NUM_EPOCHS}", "train.target={}", "train.clip=1.0",
+    "train.eval_every=40", "device=cpu", "threads=1", "log.every=5", "log.samples=true", "log.tensorboard=no",
     "checkpoint.every=10", "checkpoint.keep=3", "watch.timeout_s=5", "watch.first_step_s=20",
 )  # fmt: skip
 WAIT_S = 180.0
 """How long anything may take before the round counts as lost."""
 DISK = "size=48m"
 FULL = "fill the disk"
+RETRIED_S = 0.9
+"""A save that took longer was written at a second try."""
 
 
 class Lost(Exception):
@@ -103,7 +106,7 @@ class Job:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             if not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE:
-                return
+                raise Lost(f"the run ended before {what}, so nothing was tried")
             if time.monotonic() > deadline:
                 raise Lost(f"{what} did not come within {WAIT_S:.0f} s")
             time.sleep(pause_s)
@@ -151,7 +154,7 @@ def damage(job: Job, dice: random.Random, harm: Callable[[Path, random.Random], 
     job.kill_all()
     found = checkpoints(job.path)
     if not found:
-        return
+        raise Lost("there was no checkpoint to damage")
     harm(dice.choice(sorted(p for p in found[-1].iterdir() if p.is_file())), dice)
 
 
@@ -175,7 +178,8 @@ def fill_disk(job: Job, dice: random.Random) -> None:
         while True:
             file.write(bytes(2**16))
     before = job.step()
-    job.wait_until(lambda: job.step() >= before + 8, "eight steps on a full disk")
+    # One save at least falls due in that time.
+    job.wait_until(lambda: job.step() >= before + 12, "twelve steps on a full disk")
     filler.unlink()
 
 
@@ -244,10 +248,16 @@ def judge(path: Path, expected: dict[str, Any], harm: str) -> None:
         sizes.add(len(samples))
         if samples != list(range(len(samples))):
             raise Lost(f"epoch {epoch} did not use every sample exactly once")
-    if len(sizes) != 1:
-        raise Lost(f"epochs have {sorted(sizes)} samples")
+    if len(sizes) != 1 or len(used) != NUM_EPOCHS:
+        raise Lost(f"{len(used)} epochs have {sorted(sizes)} samples")
+    events = read_lines(path / "events.jsonl")
+    if harm == FULL and not any(
+        line["event"] == "checkpoint-failed" or line["details"].get("seconds", 0) > RETRIED_S
+        for line in events
+    ):
+        raise Lost("no save met the full disk, so nothing was tried")
     saved = 0
-    for line in read_lines(path / "events.jsonl"):
+    for line in events:
         details = line["details"]
         if line["event"] == "checkpoint":
             saved = details["step"]
@@ -328,7 +338,8 @@ def main() -> int:
         for number in range(args.rounds):
             if not order:  # every harm once before any comes again
                 order = dice.sample(harms, len(harms))
-            moment = dice.randrange(2, num_steps * 2 // 3)
+            # After the first checkpoint, and with time left for a signal to arrive.
+            moment = dice.randrange(12, num_steps * 2 // 3)
             own = random.Random(dice.random())
             rounds.append((folder, number, args.ranks, order.pop(), moment, own, expected))
         with ThreadPoolExecutor(args.jobs) as pool:

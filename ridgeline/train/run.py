@@ -355,23 +355,29 @@ def describe(training: Training) -> list[str]:
     ]
 
 
-def run_recipe(recipe: str, *overrides: str, out: str | None = None) -> Summary:
+def run_recipe(
+    recipe: str, *overrides: str, out: str | None = None, run: str | None = None
+) -> Summary:
     """Run a recipe in this process: `ridgeline.run_recipe("digits", "train.epochs=1")`.
 
     Under torchrun every process calls it and they train together; the layout's `dp` follows. With
-    `out` a run directory is made there, of which `ridgeline report` makes the page. SIGTERM and
-    SIGUSR1 end it after a step, with `stopped` in what it returns.
+    `out` a run directory is made there, of which `ridgeline report` makes the page; `run` is the
+    directory itself, gone on with where it is there. SIGTERM and SIGUSR1 end it after a step, with
+    `stopped` in what it returns.
     """
     env = read_rank_env()
     resolved = load_config(find_recipe(recipe), overrides)
-    run = None
-    if out is not None and env.rank == 0:
-        run = RunDir.create(Path(out), resolved.config.name)
-        run.write_text(CONFIG, dump_config(resolved.config))
+    made: RunDir | None = None
+    if run is not None:
+        made = RunDir.at(Path(run))
+    elif out is not None and env.rank == 0:
+        made = RunDir.create(Path(out), resolved.config.name)
+    if made is not None and env.rank == 0:
+        made.write_text(CONFIG, dump_config(resolved.config))
     try:
         with listening(Requests()) as requests:
-            return run_training(resolved.config, env, run, requests)
+            return run_training(resolved.config, env, made, requests)
     except Exception as error:
-        if run is not None:
-            run.add_event("failed", message=str(error))
+        if made is not None and env.rank == 0:
+            made.add_event("failed", message=str(error))
         raise
