@@ -36,7 +36,8 @@ RECIPE = (
     "digits",
     "model={name: mlp, args: {in_features: 64, hidden: 96, depth: 3, out_features: 10}}",
     "train.batch=64", f"train.epochs={NUM_EPOCHS}", "train.target={}", "train.clip=1.0",
-    "train.eval_every=40", "device=cpu", "threads=1", "log.every=5", "log.samples=true", "log.tensorboard=no",
+    "train.eval_every=40", "device=cpu", "threads=1", "log.every=5", "log.samples=true",
+    "log.tensorboard=no",
     "checkpoint.every=10", "checkpoint.keep=3", "watch.timeout_s=5", "watch.first_step_s=20",
 )  # fmt: skip
 WAIT_S = 180.0

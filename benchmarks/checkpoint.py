@@ -13,6 +13,7 @@ not copied by then. The steps that run while the disk writes are timed as well.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import statistics
@@ -44,7 +45,8 @@ def build(gigabytes: float, tokens: int, device: str) -> Training:
     """A Llama whose weights and optimizer state are so large."""
     width, vocab = 768, 8192
     block = 4 * width * width + 3 * width * 4 * width
-    depth = max(1, round((gigabytes * 1e9 / _BYTES_PER_PARAMETER - 2 * vocab * width) / block))
+    wanted = gigabytes * 1e9 / _BYTES_PER_PARAMETER - 2 * vocab * width
+    depth = max(1, math.ceil(wanted / block))
     overrides = (
         "model.name=llama",
         f"model.args={{vocab: {vocab}, width: {width}, depth: {depth}, heads: 12, kv_heads: 12,"

@@ -71,6 +71,7 @@ def train(
 ) -> None:
     """Train a recipe on the devices of this machine, or go on with a run that was cut off."""
     from ridgeline.config import dump_config, find_recipe, load_config
+    from ridgeline.launch.lock import locked
     from ridgeline.rundir import CONFIG, RunDir
 
     if into is None and (Path(recipe) / CONFIG).is_file():
@@ -84,9 +85,12 @@ def train(
     _check_before_start(config, count)
     run = RunDir.create(out, config.name) if into is None else RunDir.at(into)
     if fresh:
-        run.start_over()
-    run.write_text(CONFIG, dump_config(config))
-    _run_ranks(config, count, run, is_new=not known)
+        with locked(run.path):
+            run.start_over()
+    with locked(run.path):
+        before = run.file(CONFIG).read_text(encoding="utf-8") if known and not fresh else None
+        run.write_text(CONFIG, dump_config(config))
+        _run_ranks(config, count, run, before)
     report = _write_report(run)
     typer.echo(f"run directory: {run.path}\nreport: {report}")
 
@@ -139,9 +143,11 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
     check_names(config)
 
 
-def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, is_new: bool) -> None:
-    """Start the ranks; whatever happens, the run directory says how it ended."""
+def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, before: str | None) -> None:
+    """Start the ranks; whatever happens, the run directory says how it ended. `before` is the
+    configuration of a run that was there already."""
     from ridgeline.launch.survive import run_job
+    from ridgeline.rundir import CONFIG
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -154,11 +160,16 @@ def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, is_new: bool)
         _add_event(run, "interrupted")
         _show_cursor()
         _write_report(run)
-        raise RunError(f"interrupted; what was recorded so far is in {run.path}") from None
+        raise RunError(
+            f"interrupted; what was recorded so far is in {run.path}, and `ridgeline train {run.path}` "
+            "goes on from its last checkpoint"
+        ) from None
     except UsageError:
         # Nothing was trained: no directory is left behind for what was a slip of the pen.
-        if is_new:
+        if before is None:
             shutil.rmtree(run.path, ignore_errors=True)
+        else:
+            run.write_text(CONFIG, before)
         raise
     except RunError as error:
         _add_event(run, "failed", message=str(error))

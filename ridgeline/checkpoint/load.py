@@ -77,7 +77,7 @@ def find_newest(
         damaged.append(f"checkpoint {name} is not whole: {problems[0]}{more}")
     if damaged:
         raise Damaged(
-            f"no checkpoint in {directory} is whole: {damaged[0]}; start over with --fresh"
+            f"no checkpoint in {directory} is whole: {'; '.join(damaged)}; start over with --fresh"
         )
     return None
 

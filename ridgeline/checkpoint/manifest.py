@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import UsageError, WouldRepeat
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-(\d+)$")
 _SEAL, _END = ', "crc32": ', "}\n"
 
 
-class Damaged(RunError):
+class Damaged(WouldRepeat):
     """A checkpoint that is not what was written."""
 
 

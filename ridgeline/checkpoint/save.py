@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,7 @@ class Saver:
         try:
             if self._stream is not None:
                 torch.cuda.set_device(self._device)  # a thread's own is device 0, another rank's
-            problem = self._copy_and_check(copy, plan, sources)
+            problem = self._finish_copy(copy)
             for pause in (*self._retry, None):
                 outcome = self._try(plan, place, aside, manifest, began, problem)
                 if outcome.path is not None or pause is None or outcome.is_final:
@@ -247,17 +248,10 @@ class Saver:
             outcome = Outcome(manifest.step, None, f"{type(error).__name__}: {error}")
         self._outcomes.append(outcome)
 
-    def _copy_and_check(self, copy: Callable[[], None], plan: _Plan, sources: list[Tensor]) -> str:
-        """Why there is nothing worth writing: weights that are no numbers must not be gone on from."""
+    def _finish_copy(self, copy: Callable[[], None]) -> str:
+        """Why there is nothing to write, if that is so."""
         try:
             copy()
-            for item, values in zip(plan.items, sources, strict=True):
-                weighs = item.index.fqn.startswith(MODEL) and values.is_floating_point()
-                # A sum first: it is finite in nearly every save, and cheaper than looking at each.
-                if not weighs or bool(values.float().sum().isfinite()):
-                    continue
-                if not bool(values.isfinite().all()):
-                    return f"{item.index.fqn.removeprefix(MODEL)} is not a number everywhere"
         except Exception as error:
             return f"rank {self._rank}: {_reason(error)}"
         return ""
@@ -276,9 +270,14 @@ class Saver:
         final = bool(problem)
         try:
             if not problem:
-                file, results = write_boxes(
-                    aside, self._rank, plan.items, lambda item: place[id(item)]
-                )
+                # Beside the writing: the disk is the slower of the two.
+                with ThreadPoolExecutor(1) as pool:
+                    check = pool.submit(_find_no_number, plan.items, place)
+                    file, results = write_boxes(
+                        aside, self._rank, plan.items, lambda item: place[id(item)]
+                    )
+                    problem = check.result()
+                    final = bool(problem)
         except Exception as error:
             problem = f"rank {self._rank}: {_reason(error)}"
         everyone = self._gather((file, results, problem, final))
@@ -340,6 +339,19 @@ class Saver:
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self._group)
         return box[0]
+
+
+def _find_no_number(items: list[WriteItem], place: dict[int, Tensor]) -> str:
+    """Weights that are no numbers must not be gone on from; a sentence on the first."""
+    for item in items:
+        values = place[id(item)]
+        if not item.index.fqn.startswith(MODEL) or not values.is_floating_point():
+            continue
+        # A sum first: it is finite in nearly every save, and cheaper than looking at each.
+        total = values.sum(dtype=torch.float64 if values.dtype is torch.float64 else torch.float32)
+        if not bool(total.isfinite()) and not bool(values.isfinite().all()):
+            return f"{item.index.fqn.removeprefix(MODEL)} is not a number everywhere"
+    return ""
 
 
 def _view(state: State, item: WriteItem) -> Tensor:

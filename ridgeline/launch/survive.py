@@ -172,7 +172,7 @@ class _Job:
     def _requeue(self) -> Requeue:
         return Requeue(
             f"stopped by {self.desk.signal or 'a signal to its ranks'}; what was saved is in "
-            f"{self._run.path}, and the same command with --run {self._run.path} goes on from there"
+            f"{self._run.path}, and `ridgeline train {self._run.path}` goes on from there"
         )
 
     def _after_failure(self, error: RankError, began: float) -> None:

@@ -128,8 +128,21 @@ class Checkpoints:
         """What the watchdog calls a save: one in the background is over at once, or something hangs."""
         return "begin a save" if self._config.background else "save"
 
-    def evaluated(self, metrics: dict[str, float]) -> None:
-        self._metrics = dict(metrics)
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return self._training.num_steps
+
+    def evaluated(self, metrics: dict[str, float]) -> str:
+        """Takes what an evaluation found; a sentence when it has no word on what is to be kept."""
+        first, self._metrics = not self._metrics, dict(metrics)
+        best = self._config.keep_best
+        if not first or not best or best in metrics:
+            return ""
+        known = ", ".join(sorted(metrics))
+        return (
+            f"checkpoint.keep_best={best} is no metric of this run, so none is kept for it: {known}"
+        )
 
     def save(self, position: Position, wait: bool = False) -> list[Outcome]:
         """Begin a save of the run at `position`; how those ended that have ended by now."""

@@ -113,8 +113,13 @@ class Recorder:
         results, self._open = self._open, []
         shares = torch.stack([r.loss_share.double() for r in results])
         losses = self._training.mesh.sum_over_data(shares)
-        norms = [r.grad_norm.double() for r in results if r.grad_norm is not None]
-        values = torch.cat([losses, torch.stack(norms)]) if norms else losses
+        norms = [r.grad_norm for r in results]
+        if any(norm is not None for norm in norms):
+            # A batch that was left out has none.
+            none = torch.full((), math.nan, dtype=torch.float64, device=losses.device)
+            wide = [none if norm is None else norm.double() for norm in norms]
+            losses = torch.cat([losses, torch.stack(wide)])
+        values = losses
         ready = None
         if self._cuda:
             on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -133,7 +138,7 @@ class Recorder:
             values = window.values.tolist()
             losses, norms = values[: len(window.results)], values[len(window.results) :]
             for index, result in enumerate(window.results):
-                norm = norms[index] if norms else None
+                norm = norms[index] if norms and result.grad_norm is not None else None
                 records.append(self._record(result, losses[index], norm))
         return records
 

@@ -49,6 +49,8 @@ def reshard(source: Path, target: Path, layout: str) -> tuple[Path, int]:
         raise UsageError(str(finding))
     check_batch(config, wanted)
     path = target / checkpoint_name(manifest.step)
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target} is a file; DST is a directory in which step-N is made")
     if path.exists():
         raise UsageError(f"{path} exists already; choose another DST, or remove it")
     ranks = Ranks(wanted.world_size)

@@ -113,7 +113,7 @@ def run_training(
                     record = _evaluate(training, result, alive.watch.counting)
                 log.evaluation(record)
                 metrics = record.metrics
-                checkpoints.evaluated(metrics)
+                log.note(checkpoints.evaluated(metrics))
                 reached = reaches(metrics, config.train.target, training.task)
                 training.clock.start()
             if checkpoints.is_due(result.step) or beat.save:
@@ -189,6 +189,8 @@ def _go_on(checkpoints: Checkpoints, log: _Log) -> Position:
     for line in (*found.damaged, *notes):
         log.note(line)
     log.note(f"going on from {found.path.name}")
+    if position.step >= checkpoints.num_steps:
+        log.note("the run is at its end; a larger train.epochs or train.steps makes it longer")
     log.event(
         "resume", step=position.step, checkpoint=found.path.name, passed_over=list(found.damaged)
     )
@@ -242,6 +244,7 @@ def _save_weights(weights: Mapping[str, object], run: RunDir) -> str:
     aside = run.file(WEIGHTS + ".part")
     try:
         save_file(unique, aside)
+        aside.chmod(run.path.stat().st_mode & 0o666)  # the library makes it the owner's alone
         aside.replace(run.file(WEIGHTS))
     except (OSError, SafetensorError) as error:
         aside.unlink(missing_ok=True)

@@ -6,11 +6,13 @@ technique is in use. Called by `run.py` and by benchmarks.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -136,7 +138,10 @@ def build_training(config: RunConfig, env: RankEnv, resumes: bool = False) -> Tr
     schedule, warmup_note = fit_warmup(config.schedule, num_steps)
     # For a model that draws numbers itself, apart on ranks that hold different samples. Dropout does
     # not use it, and the weights were made before this.
-    torch.manual_seed(config.train.seed * 1_000_003 + mesh.data_rank)
+    own_seed = config.train.seed * 1_000_003 + mesh.data_rank
+    torch.manual_seed(own_seed)
+    random.seed(own_seed)
+    np.random.seed(own_seed % 2**32)
     return Training(
         config=config,
         mesh=mesh,

@@ -11,6 +11,7 @@ import yaml
 
 from ridgeline import __version__, cli
 from ridgeline.config import load_config, recipe_names
+from ridgeline.errors import UsageError
 from ridgeline.rundir import CONFIG, EvalRecord, RunDir, StepRecord
 
 
@@ -176,3 +177,26 @@ def test_the_installed_command_ends_with_the_code(tmp_path: Path) -> None:
         [script, "train", "digit"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_a_command_that_is_refused_leaves_a_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ridgeline import cli
+    from ridgeline.config import find_recipe, load_config
+    from ridgeline.launch import survive
+    from ridgeline.rundir import CONFIG, RunDir
+
+    def refuse(*_: object) -> None:
+        raise UsageError("no")
+
+    monkeypatch.setattr(survive, "run_job", refuse)
+    config = load_config(find_recipe("digits")).config
+    old, new = RunDir.at(tmp_path / "old"), RunDir.at(tmp_path / "new")
+    old.write_text(CONFIG, "name: changed\n")
+    with pytest.raises(UsageError):
+        cli._run_ranks(config, 1, old, "name: before\n")
+    assert old.file(CONFIG).read_text() == "name: before\n"
+    with pytest.raises(UsageError):
+        cli._run_ranks(config, 1, new, None)
+    assert not new.path.exists()

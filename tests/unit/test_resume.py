@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from ridgeline.checkpoint.manifest import MANIFEST, list_checkpoints, read_manif
 from ridgeline.config import dump_config, load_config
 from ridgeline.errors import RunError, UsageError, WouldRepeat
 from ridgeline.launch.env import read_rank_env
+from ridgeline.launch.lock import locked
 from ridgeline.rundir import CHECKPOINTS, RunDir
 from ridgeline.train import checkpoints as checkpoints_module
 from ridgeline.train.run import Summary, run_training
@@ -164,6 +169,30 @@ def test_a_save_that_was_cut_off_is_never_seen(tmp_path: Path) -> None:
     run_in(tmp_path / "run")
     assert events(run, "resume")[-1]["step"] == 6
     assert not unfinished.exists()
+
+
+def test_two_at_once_are_refused_and_a_dead_one_s_lock_is_nobody_s(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        other = subprocess.run(
+            [sys.executable, "-c", "import sys; from pathlib import Path\n"
+             "from ridgeline.launch.lock import locked\n"
+             "with locked(Path(sys.argv[1])): pass", str(tmp_path)],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert other.returncode == 1
+        assert f"is being trained in by process {os.getpid()} on " in other.stderr
+    dead = {"host": socket.gethostname(), "pid": 2**22 - 1, "started": 1.0}
+    (tmp_path / ".lock").write_text(json.dumps(dead))
+    with locked(tmp_path):
+        pass
+    assert not (tmp_path / ".lock").exists()
+    # Of another host only the time it was touched last is known.
+    (tmp_path / ".lock").write_text(json.dumps({**dead, "host": "elsewhere"}))
+    with pytest.raises(UsageError, match="on elsewhere"), locked(tmp_path):
+        pass
+    os.utime(tmp_path / ".lock", (1.0, 1.0))
+    with locked(tmp_path):
+        pass
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
@@ -360,7 +389,10 @@ def test_a_bad_batch_stops_the_run(tmp_path: Path, poison: str) -> None:
 
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_a_bad_batch_leaves_no_trace(tmp_path: Path, poison: str, action: str) -> None:
-    _, run = run_in(tmp_path / "run", poison, f"guard.on_bad={action}")
+    _, run = run_in(tmp_path / "run", poison, f"guard.on_bad={action}", "train.clip=1.0")
+    # A step that was left out has no norm; the others keep theirs.
+    bad_steps = {entry["step"] for entry in events(run, "bad-batch")}
+    assert {r.step for r in run.steps() if r.grad_norm is None} == bad_steps
     bad = events(run, "bad-batch")
     assert bad
     assert all(entry["action"] == action for entry in bad)
