@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,13 @@ class Keep:
     higher_is_better: bool = False
 
 
-def remove_old(directory: Path, keep: Keep) -> list[str]:
+def _delete(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(
+    directory: Path, keep: Keep, delete: Callable[[Path], object] = _delete
+) -> list[str]:
     """Remove what the policy does not keep; never the newest. Returns the names."""
     paths = list_checkpoints(directory)
     kept = set(paths[-max(keep.last, 1) :])
@@ -38,7 +45,7 @@ def remove_old(directory: Path, keep: Keep) -> list[str]:
             hidden = path.with_name(f".{path.name}.gone")
             shutil.rmtree(hidden, ignore_errors=True)  # of an earlier try that was cut off
             path.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+            delete(hidden)
             removed.append(path.name)
     return removed
 

@@ -90,6 +90,7 @@ class Saver:
         self._copied = threading.Event()
         self._copied.set()
         self._count = 0
+        self._remover: ThreadPoolExecutor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
 
@@ -141,6 +142,19 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def close(self) -> None:
+        """Wait for what is being written, and for what is being removed."""
+        self.join()
+        if self._remover is not None:
+            self._remover.shutdown(wait=True)
+            self._remover = None
+
+    def _delete(self, path: Path) -> None:
+        """Out of sight already; a large file can take a disk a second, which nobody has to wait for."""
+        if self._remover is None:
+            self._remover = ThreadPoolExecutor(1, "ridgeline-remove")
+        self._remover.submit(shutil.rmtree, path, ignore_errors=True)
 
     def outcomes(self) -> list[Outcome]:
         """How the saves ended that have ended since the last time."""
@@ -300,7 +314,7 @@ class Saver:
                 assert plan.metadata is not None
                 results = [result for _, part, *_ in everyone for result in part]
                 path = commit(self._directory, aside, manifest, plan.metadata, files, results)
-                removed = remove_old(self._directory, self._keep)
+                removed = remove_old(self._directory, self._keep, self._delete)
             except Exception as error:
                 problems.append(f"rank 0: {_reason(error)}")
         if path is None:

@@ -169,6 +169,11 @@ class Checkpoints:
             self._last_saved = -1
         return done
 
+    def close(self) -> None:
+        """At the end of the run."""
+        if self._saver is not None:
+            self._saver.close()
+
     def release(self) -> None:
         """Before the weights change."""
         if self._saver is not None:

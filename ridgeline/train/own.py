@@ -122,7 +122,7 @@ class OwnCheckpoints:
 
     def close(self) -> None:
         """Wait for what is being written; call it at the end of the script."""
-        self._saver.join()
+        self._saver.close()
         self._tell()
 
     def _tell(self) -> None:

@@ -137,6 +137,7 @@ def run_training(
                 weights = full_state(training.arranged)
                 if main_run is not None:
                     log.note(_save_weights(weights, main_run))
+            checkpoints.close()
     except Exception as error:
         log.steps(recorder.salvage())
         if is_out_of_memory(error):
