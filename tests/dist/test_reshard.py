@@ -53,7 +53,8 @@ def train(path: Path, steps: int) -> RunDir:
 def documented_reader() -> Any:
     """The function that docs/checkpoints.md tells readers to copy."""
     page = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
-    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if "def " in block]
     names: dict[str, Any] = {}
     exec(block, names)
     return names["read"]
