@@ -168,7 +168,7 @@ class RankPool:
     @staticmethod
     def _describe_hang(ranks: _Set, hung: list[int], timeout: float) -> str:
         for pid in ranks.pids:
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGRTMIN)
         time.sleep(0.3)  # the handler writes the stack; there is nothing to wait on
         text = f"ranks {hung} did not end within {timeout:g} s\n"
         for rank in range(len(ranks.pids)):
@@ -241,7 +241,7 @@ def _be_rank(rank: int, num_ranks: int, folder: Path, address: str) -> NoReturn:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
-        faulthandler.register(signal.SIGUSR1, file=(folder / f"stack-{rank}").open("w"))
+        faulthandler.register(signal.SIGRTMIN, file=(folder / f"stack-{rank}").open("w"))
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(num_ranks),
