@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -286,7 +287,7 @@ def test_a_rank_that_waits_for_data_is_named_with_its_line(job: Job) -> None:
               "data.args={sleeps: 1, step: 40}")  # fmt: skip
     assert job.end() == 1
     first = job.error.splitlines()[0]
-    assert "rank 1 made no progress for 5 s at step" in first
+    assert re.search(r"rank 1 made no progress for \d+ s at step", first), job.error
     assert "in data (own.py:" in first
     assert "in __getitem__)" in first
     assert "rank 0 waits for it in" in first
