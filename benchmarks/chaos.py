@@ -154,8 +154,8 @@ def stop_rank(job: Job, dice: random.Random) -> None:
 def damage(job: Job, dice: random.Random, harm: Callable[[Path, random.Random], None]) -> None:
     job.kill_all()
     found = checkpoints(job.path)
-    if not found:
-        raise Lost("there was no checkpoint to damage")
+    if len(found) < 2:
+        raise Lost("there was no checkpoint but the one to damage")
     harm(dice.choice(sorted(p for p in found[-1].iterdir() if p.is_file())), dice)
 
 
@@ -339,8 +339,8 @@ def main() -> int:
         for number in range(args.rounds):
             if not order:  # every harm once before any comes again
                 order = dice.sample(harms, len(harms))
-            # After the first checkpoint, and with time left for a signal to arrive.
-            moment = dice.randrange(12, num_steps * 2 // 3)
+            # With two checkpoints there, of which one may be damaged, and time for a signal to arrive.
+            moment = dice.randrange(34, num_steps * 2 // 3)
             own = random.Random(dice.random())
             rounds.append((folder, number, args.ranks, order.pop(), moment, own, expected))
         with ThreadPoolExecutor(args.jobs) as pool:

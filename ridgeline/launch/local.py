@@ -89,9 +89,18 @@ def write_failure(
         "decisive": decisive,
         "would_repeat": isinstance(error, WouldRepeat),
     }
+    if _is_decided(failure_file(directory, rank)):
+        return  # whoever looked at all ranks knows more than this one
     aside = failure_file(directory, rank).with_suffix(".part")
     aside.write_text(json.dumps(value), encoding="utf-8")
     aside.replace(failure_file(directory, rank))
+
+
+def _is_decided(path: Path) -> bool:
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8"))["decisive"])
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def read_failures(log_dir: Path) -> list[RankFailure]:

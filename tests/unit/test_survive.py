@@ -159,3 +159,13 @@ def test_a_straggler_is_told_once(tmp_path: Path) -> None:
     ]
     (event,) = run.events()
     assert (event.event, event.details["rank"], event.details["part"]) == ("straggler", 1, "data")
+
+
+def test_what_was_decided_about_a_rank_is_not_overwritten_by_it(tmp_path: Path) -> None:
+    from ridgeline.launch.local import read_failures, write_failure
+
+    write_failure(tmp_path, 1, 1.0, RuntimeError("rank 1 hangs"), "", decisive=True)
+    write_failure(tmp_path, 1, 2.0, ConnectionError("lost its peer"), "")
+    (kept,) = read_failures(tmp_path)
+    assert kept.decisive
+    assert "rank 1 hangs" in kept.message
