@@ -38,7 +38,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("verify",),
     ("scaling", "search", "export", "report"),
     ("compat",),
-    ("cli_checkpoint",),
+    ("cli_checkpoint", "cli_data"),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -58,6 +58,8 @@ TORCH_FREE = (
     "ridgeline.checkpoint.damage",
     "ridgeline.report.build",
     "ridgeline.cli_checkpoint",
+    "ridgeline.cli_data",
+    "ridgeline.data.pack",
     "ridgeline.cli",
 )
 

@@ -74,7 +74,8 @@ class Table:
 
     keys: Sequence[str]
     checksums: np.ndarray | None = None
-    """uint32 a sample, of its contents whatever the format; None for a shard that others wrote."""
+    """(samples, fields) uint32, of the contents whatever the format; None for a shard that others
+    wrote."""
     offsets: np.ndarray | None = None
     """(samples, fields) uint64: where a field's bytes begin in the file; None where rows are found
     by their number."""
@@ -152,6 +153,16 @@ class Format:
     refuses: Callable[[Schema], str] = lambda schema: ""
     """Why samples of this schema cannot be held; empty when they can."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A line of a table is sent to another process by its name.
+        return _by_name, (self.name,)
+
+
+def _by_name(name: str) -> Format:
+    from ridgeline.data.formats.table import FORMATS
+
+    return FORMATS[name]
+
 
 def checksum(value: Value | memoryview, before: int = 0) -> int:
     """CRC-32 of small values; of large ones the CRC-32 of the 64-bit sums of their 4 KiB pages.
@@ -159,8 +170,10 @@ def checksum(value: Value | memoryview, before: int = 0) -> int:
     Sums run at the speed of memory, where a CRC takes longer than the read it guards. A changed bit,
     word or page, a page in another's place and a missing end all show.
     """
-    flat = memoryview(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value)
-    data = flat.cast("B") if flat.nbytes else memoryview(b"")
+    if isinstance(value, np.ndarray):
+        data = as_bytes(np.ascontiguousarray(value))
+    else:
+        data = memoryview(value).cast("B")
     if data.nbytes < _LARGE_BYTES:
         return zlib.crc32(data, before)
     num_pages = data.nbytes // _PAGE_BYTES
@@ -170,15 +183,21 @@ def checksum(value: Value | memoryview, before: int = 0) -> int:
     return zlib.crc32(data[num_pages * _PAGE_BYTES :], crc)
 
 
-def sample_checksum(sample: Sample, schema: Schema) -> int:
-    """Of a sample's contents, the same in every format: its fields in the schema's order."""
-    crc = 0
-    for name, field in schema.items():
-        value = sample[name]
-        if isinstance(value, np.ndarray) and not field.is_fixed:
-            crc = zlib.crc32(np.array(value.shape, dtype="<i8").tobytes(), crc)
-        crc = checksum(value, crc)
-    return crc
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The memory of a contiguous array."""
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def field_checksum(value: Value, field: Field) -> int:
+    """Of one field of a sample, the same in every format."""
+    if isinstance(value, np.ndarray) and not field.is_fixed:
+        return checksum(value, zlib.crc32(np.array(value.shape, dtype="<i8").tobytes()))
+    return checksum(value)
+
+
+def sample_checksums(sample: Sample, schema: Schema) -> list[int]:
+    """A checksum for each field, in the schema's order."""
+    return [field_checksum(sample[name], field) for name, field in schema.items()]
 
 
 def schema_of(sample: Sample) -> Schema:

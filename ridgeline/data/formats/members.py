@@ -23,6 +23,7 @@ from ridgeline.data.formats.contract import (
     Shard,
     Table,
     Value,
+    as_bytes,
     check_key,
 )
 from ridgeline.errors import UsageError
@@ -190,6 +191,7 @@ class MemberShard(Shard):
         except OSError as error:
             raise UsageError(f"cannot open {path}: {error.strerror}") from error
         self._fields = list(schema.items())
+        self._offsets, self._sizes = table.offsets, table.sizes
         ends = table.offsets + table.sizes
         self._starts = table.offsets.min(axis=1).astype(np.int64)
         self._lengths = ends.max(axis=1).astype(np.int64) - self._starts
@@ -197,7 +199,7 @@ class MemberShard(Shard):
         self._together = self._lengths - table.sizes.sum(axis=1).astype(np.int64) < 65536
 
     def read(self, row: int) -> Sample:
-        offsets, sizes = self.table.offsets[row].tolist(), self.table.sizes[row].tolist()
+        offsets, sizes = self._offsets[row].tolist(), self._sizes[row].tolist()
         sample: Sample = {}
         start = int(self._starts[row])
         together = bool(self._together[row])
@@ -233,9 +235,9 @@ class MemberShard(Shard):
         column = list(self.schema).index(name)
         num_bytes = self.schema[name].num_bytes
         for target, row in zip(out, rows.tolist(), strict=True):
-            size = int(self.table.sizes[row, column])
+            size = int(self._sizes[row, column])
             # The array's data is the end of its file.
-            offset = int(self.table.offsets[row, column]) + size - num_bytes
+            offset = int(self._offsets[row, column]) + size - num_bytes
             read_exactly(self, row, self._fd, target, offset)
 
     def ahead(self, first: int, last: int) -> None:
@@ -256,7 +258,7 @@ class MemberShard(Shard):
 
 def read_exactly(shard: Shard, row: int, fd: int, target: np.ndarray, offset: int) -> None:
     """Fill `target`, which is contiguous, from a place in a file."""
-    view = memoryview(target.reshape(-1)).cast("B")
+    view = as_bytes(target)
     done = 0
     while done < len(view):
         try:

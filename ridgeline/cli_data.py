@@ -1,0 +1,241 @@
+"""`ridgeline data`: pack, unpack, look at, check, stage and time the data of a training.
+
+All but timing, and packing what a recipe makes, need no torch. Each command imports what it needs when
+it is called. Added to the app by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ridgeline.errors import RunError, UsageError, unknown_word
+
+if TYPE_CHECKING:
+    from ridgeline.data.pack import Packed, Samples, Told
+
+data_app = typer.Typer(
+    help="Pack, check, stage and time the data of a training.", no_args_is_help=True
+)
+
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+Processes = Annotated[
+    int | None, typer.Option("--processes", "-j", min=1, help="Default: one a core, at most 8.")
+]
+SomeData = Annotated[
+    Path, typer.Argument(metavar="DATA", help="A packed data set, a file of samples or a folder.")
+]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?$", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def read_size(text: str, place: str) -> int:
+    """Bytes in a size as people write it: 256M, 1.5GiB, 4096."""
+    match = _SIZE.match(text.strip())
+    if match is None:
+        raise UsageError(f"{place} {text!r} is no size; write for example 256M or 1G")
+    number, letter, binary = match.groups()
+    size = int(float(number) * (1024 if binary else 1000) ** _POWERS[letter.upper()])
+    if size < 1:
+        raise UsageError(f"{place} {text!r} is less than a byte; write for example 256M")
+    return size
+
+
+@data_app.command()
+def pack(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A folder, files in any format, or recipe:NAME for what it trains on.",
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A directory that does not exist.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Of the recipe.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", "-f", help="`ridgeline data formats` lists.")
+    ] = "tar",
+    shard_size: Annotated[str, typer.Option(help="About so large: 256M, 1G.")] = "256M",
+    varying: Annotated[
+        bool, typer.Option("--varying", help="Arrays may have other shapes than the first ones.")
+    ] = False,
+    processes: Processes = None,
+) -> None:
+    """Write any samples as shards of one format; the same command goes on after an end."""
+    from ridgeline.data.formats.table import FORMATS
+    from ridgeline.data.pack import default_processes
+    from ridgeline.data.pack import pack as write
+
+    if form not in FORMATS:
+        raise unknown_word("format", form, FORMATS, "--format")
+    options: dict[str, Any] = {
+        "shard_bytes": read_size(shard_size, "--shard-size"),
+        "varying": varying,
+        "processes": processes or default_processes(),
+    }
+    for samples, place in _samples(source, target, overrides or []):
+        with _bar() as tell:
+            done = write(samples, place, FORMATS[form], tell=tell, **options)
+        _say_packed(done, place)
+
+
+def _samples(source: str, target: Path, overrides: list[str]) -> Iterator[tuple[Samples, Path]]:
+    """What is to be packed and where to; a recipe has two parts."""
+    if source.startswith("recipe:"):
+        from ridgeline.config import find_recipe, load_config
+        from ridgeline.data.recipe import open_recipe
+
+        config = load_config(find_recipe(source.removeprefix("recipe:")), overrides).config
+        for name, samples in open_recipe(config).items():
+            yield samples, target / name
+        return
+    if overrides:
+        raise UsageError(f"{overrides[0]!r} is for recipe:NAME; {source!r} is a path")
+    from ridgeline.data.dataset import open_dataset
+
+    yield open_dataset(Path(source), check="always"), target
+
+
+def _say_packed(done: Packed, place: Path) -> None:
+    dataset = done.dataset
+    there = len(dataset) - done.num_written
+    before = f" ({there} were there already)" if there else ""
+    typer.echo(
+        f"{place}: {len(dataset)} samples{before} in {len(dataset.entries)} shards of format "
+        f"{dataset.form.name}, {dataset.num_bytes / 1e6:.1f} MB, every checksum compared, "
+        f"{done.seconds:.1f} s"
+    )
+
+
+@data_app.command()
+def unpack(source: SomeData, target: Path, processes: Processes = None) -> None:
+    """Write every sample as files in a folder, as they were before packing."""
+    from ridgeline.data.dataset import open_dataset
+    from ridgeline.data.pack import default_processes
+    from ridgeline.data.pack import unpack as write
+
+    with _bar() as tell:
+        number = write(
+            open_dataset(source, check="always"),
+            target,
+            processes=processes or default_processes(),
+            tell=tell,
+        )
+    typer.echo(f"{target}: {number} samples")
+
+
+@data_app.command()
+def info(source: SomeData, as_json: Json = False) -> None:
+    """Say what a data set holds."""
+    from ridgeline.data.dataset import open_dataset
+    from ridgeline.data.formats.contract import describe_schema
+
+    dataset = open_dataset(source)
+    if as_json:
+        values = {
+            "format": dataset.form.name,
+            "samples": len(dataset),
+            "bytes": dataset.num_bytes,
+            "fields": {name: field.to_dict() for name, field in dataset.schema.items()},
+            "classes": dataset.classes,
+            "origin": dataset.origin,
+            "shards": [entry.to_dict() for entry in dataset.entries],
+            "checksums": dataset.has_checksums,
+        }
+        typer.echo(json.dumps(values, indent=1))
+        return
+    sizes = [entry.num_bytes for entry in dataset.entries]
+    lines = [
+        ("format", f"{dataset.form.name} ({dataset.form.about})"),
+        (
+            "samples",
+            f"{len(dataset)}, {dataset.num_bytes / max(1, len(dataset)) / 1e3:.1f} KB each",
+        ),
+        ("size", f"{dataset.num_bytes / 1e6:.1f} MB"),
+        ("shards", f"{len(sizes)}, {min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f} MB"),
+        ("fields", describe_schema(dataset.schema)),
+        ("classes", f"{len(dataset.classes)}" if dataset.classes else "none"),
+        ("first keys", ", ".join(dataset.key(i) for i in range(min(3, len(dataset))))),
+        (
+            "checksums",
+            "one a field of a sample" if dataset.has_checksums else "none; pack it to have them",
+        ),
+    ]
+    if dataset.origin and dataset.origin != str(source):
+        lines.append(("packed from", dataset.origin))
+    for name, text in lines:
+        typer.echo(f"{name:<12} {text}")
+
+
+@data_app.command()
+def verify(source: SomeData, processes: Processes = None, as_json: Json = False) -> None:
+    """Read every sample and compare its checksums; exit code 1 when one is damaged."""
+    from ridgeline.data.dataset import open_dataset
+    from ridgeline.data.pack import default_processes
+    from ridgeline.data.pack import verify as check
+
+    dataset = open_dataset(source)
+    with _bar() as tell:
+        bad = check(dataset, processes or default_processes(), tell)
+    if as_json:
+        typer.echo(json.dumps({"samples": len(dataset), "damaged": bad}, indent=1))
+    else:
+        for line in bad:
+            typer.echo(line)
+    if bad:
+        raise RunError(
+            f"{len(bad)} of {len(dataset)} samples of {source} cannot be used as they are"
+        )
+    if not as_json:
+        compared = "read whole and as they were written" if dataset.has_checksums else "readable"
+        typer.echo(f"{source}: {len(dataset)} samples, all {compared}")
+
+
+@data_app.command()
+def formats() -> None:
+    """List the formats."""
+    from ridgeline.data.formats.table import FORMATS
+
+    for form in FORMATS.values():
+        typer.echo(f"{form.name:<10} {form.suffix or '-':<12} {form.about}")
+
+
+@contextmanager
+def _bar() -> Iterator[Told]:
+    """A progress bar on the terminal; nothing where there is none."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=of)
+            bar.update(tasks[what], completed=done)
+
+        yield tell

@@ -1,0 +1,494 @@
+"""Samples from anywhere into shards of one format: in parallel, resumable, checked at the end.
+
+The shards are planned first (which samples go into which), so that processes write them
+independently and a second start knows which are done: a shard counts when its table is there, and the
+table is written last. `dataset.json` makes the whole a data set and comes after every sample has been
+read back from the disk and compared with what was read from the source. Needs no torch, unless the
+samples come from a recipe. Called by `ridgeline data pack` and `unpack`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ridgeline.data.dataset import (
+    DATASET,
+    TABLE_SUFFIX,
+    Dataset,
+    ShardEntry,
+    disk_bytes,
+    read_table,
+    sync_folder,
+    write_table,
+)
+from ridgeline.data.formats.contract import (
+    BadSample,
+    Field,
+    Format,
+    Sample,
+    Schema,
+    Table,
+    fits,
+    sample_checksums,
+    schema_of,
+    widen,
+)
+from ridgeline.data.formats.table import FORMATS
+from ridgeline.errors import RunError, UsageError
+
+PLAN = "pack.json"
+_PROBED = 64
+# How often a process tells the bar how far it is.
+_TELL_EVERY_S = 0.2
+_ROOM_MARGIN = 1.05
+
+
+class Samples(Protocol):
+    """Where samples come from: a `Dataset`, or a source of a recipe."""
+
+    schema: Schema
+    classes: list[str]
+    origin: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Sample: ...
+
+    def key(self, index: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How packing ended."""
+
+    dataset: Dataset
+    num_written: int
+    """Samples written this time; the others were there from a start before."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all tasks share, sent to a process once."""
+
+    samples: Samples
+    form: Format
+    schema: Schema
+
+
+@dataclass(frozen=True)
+class _Task:
+    path: Path
+    first: int
+    last: int
+
+
+Told = Callable[[str, int, int], None]
+"""Called with what is being done, how many samples are done and how many there are."""
+
+
+def pack(
+    samples: Samples,
+    target: Path,
+    form: Format,
+    *,
+    shard_bytes: int = 256 * 2**20,
+    varying: bool = False,
+    processes: int = 1,
+    tell: Told = lambda what, done, of: None,
+) -> Packed:
+    """Write all samples to `target`, or go on where a start before it ended. `varying`: arrays may have
+    other shapes than those of the samples that are looked at first."""
+    begin = time.monotonic()
+    if (target / DATASET).exists():
+        raise UsageError(f"{target} holds a data set already; choose another place or remove it")
+    if not len(samples):
+        raise UsageError(f"{samples.origin} holds no samples; there is nothing to pack")
+    schema, mean_bytes = _look_ahead(samples, varying)
+    if why := form.refuses(schema):
+        raise UsageError(f"the format {form.name!r} cannot hold these samples: {why}")
+    target.mkdir(parents=True, exist_ok=True)
+    bounds = _plan(samples, target, form, schema, mean_bytes, shard_bytes)
+    tasks = [
+        _Task(target / f"shard-{number:05d}{form.suffix}", first, last)
+        for number, (first, last) in enumerate(pairwise(bounds))
+    ]
+    _clear(target, tasks)
+    waiting = [task for task in tasks if not _is_done(task)]
+    num_left = sum(task.last - task.first for task in waiting)
+    _check_room(target, int(num_left * mean_bytes))
+    before = len(samples) - num_left
+    job = _Job(samples, form, schema)
+    told = lambda done: tell("packing", before + done, len(samples))  # noqa: E731
+    _run(_write_shard, job, waiting, processes, told)
+    entries = [_entry(task) for task in tasks]
+    dataset = Dataset(target, form, schema, entries, samples.classes, samples.origin)
+    dataset.classes = dataset.classes or classes_of(dataset.keys())
+    bad = verify(dataset, processes, tell)
+    if bad:
+        raise RunError(
+            f"what was written to {target} does not read back as it was: {bad[0]}"
+            + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+            + "; the disk or the memory of this machine is at fault, pack again elsewhere"
+        )
+    if len(dataset) != len(samples):
+        raise RunError(f"{target} holds {len(dataset)} samples where there were {len(samples)}")
+    dataset.write_manifest()
+    (target / PLAN).unlink(missing_ok=True)
+    return Packed(dataset, num_left, time.monotonic() - begin)
+
+
+def unpack(
+    dataset: Dataset,
+    target: Path,
+    *,
+    processes: int = 1,
+    tell: Told = lambda what, done, of: None,
+) -> int:
+    """Every sample as files under `target`, which is what a folder was before it was packed."""
+    folder = FORMATS["folder"]
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} is not an empty folder; choose another place")
+    target.mkdir(parents=True, exist_ok=True)
+    _check_room(target, dataset.num_bytes)
+    tasks = []
+    step = max(1, min(4096, -(-len(dataset) // max(1, 4 * processes))))
+    for first in range(0, len(dataset), step):
+        last = min(first + step, len(dataset))
+        tasks.append(_Task(target, first, last))
+    job = _Job(dataset, folder, dataset.schema)
+    _run(_write_files, job, tasks, processes, lambda done: tell("unpacking", done, len(dataset)))
+    return len(dataset)
+
+
+def verify(
+    dataset: Dataset, processes: int = 1, tell: Told = lambda what, done, of: None
+) -> list[str]:
+    """Read everything and compare checksums; a sentence for each sample or shard that is not whole."""
+    numbers = range(len(dataset.entries))
+    told = lambda done: tell("checking", done, len(dataset))  # noqa: E731
+    found = _run(_verify_shard, dataset, numbers, processes, told)
+    return [line for lines in found for line in lines]
+
+
+def _look_ahead(samples: Samples, varying: bool) -> tuple[Schema, float]:
+    """The schema of the samples and how many bytes one has, from some of them all over the data set."""
+    picks = np.unique(np.linspace(0, len(samples) - 1, num=_PROBED).astype(np.int64)).tolist()
+    schema = dict(samples.schema)
+    num_bytes = 0
+    for index in picks:
+        sample = samples.read(index)
+        schema = widen(schema or schema_of(sample), sample, f"sample {index} of {samples.origin}")
+        num_bytes += sum(
+            value.nbytes if isinstance(value, np.ndarray) else len(value)
+            for value in sample.values()
+        )
+    if varying:
+        schema = {
+            name: Field(field.kind, field.dtype, (None,) * len(field.shape))
+            for name, field in schema.items()
+        }
+    return schema, max(1.0, num_bytes / len(picks))
+
+
+def _plan(
+    samples: Samples,
+    target: Path,
+    form: Format,
+    schema: Schema,
+    mean_bytes: float,
+    shard_bytes: int,
+) -> list[int]:
+    """First samples of the shards and the end; a plan that was begun is kept to."""
+    per_shard = max(1, int(shard_bytes / mean_bytes))
+    bounds = [*range(0, len(samples), per_shard), len(samples)]
+    plan = {
+        "origin": samples.origin,
+        "format": form.name,
+        "samples": len(samples),
+        "fields": {name: field.to_dict() for name, field in schema.items()},
+        "bounds": bounds,
+    }
+    file = target / PLAN
+    if file.exists():
+        try:
+            begun = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"cannot read {file} ({error}); remove {target} and begin again"
+            ) from error
+        for key in ("origin", "format", "samples", "fields"):
+            if begun.get(key) != plan[key]:
+                raise UsageError(
+                    f"{target} was begun with {key}={begun.get(key)!r:.80}, not {plan[key]!r:.80}; "
+                    "choose another place or remove it"
+                )
+        return list(begun["bounds"])
+    if any(target.iterdir()):
+        raise UsageError(f"{target} is not empty and holds no data set; choose another place")
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps(plan), encoding="utf-8")
+    part.replace(file)
+    return bounds
+
+
+def _clear(target: Path, tasks: Sequence[_Task]) -> None:
+    """What a start before left half done."""
+    for path in target.glob("*.part"):
+        _remove(path)
+    for task in tasks:
+        if task.path.exists() and not _is_done(task):
+            _remove(task.path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def classes_of(keys: Iterable[str]) -> list[str]:
+    """Names of the folders that samples lie in, where every sample lies in one."""
+    folders: set[str] = set()
+    for key in keys:
+        folder, _, _ = key.rpartition("/")
+        if not folder:
+            return []
+        folders.add(folder.rpartition("/")[2])
+    return sorted(folders)
+
+
+def _table_path(path: Path) -> Path:
+    return path.with_name(path.name + TABLE_SUFFIX)
+
+
+def _is_done(task: _Task) -> bool:
+    if not (task.path.exists() and _table_path(task.path).is_file()):
+        return False
+    try:
+        return len(read_table(_table_path(task.path))) == task.last - task.first
+    except RunError:
+        return False
+
+
+def _entry(task: _Task) -> ShardEntry:
+    crc = zlib.crc32(_table_path(task.path).read_bytes())
+    return ShardEntry(task.path.name, task.last - task.first, disk_bytes(task.path), crc)
+
+
+def _check_room(target: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(target).free
+    if num_bytes * _ROOM_MARGIN > free:
+        raise UsageError(
+            f"{target} has room for {free / 1e9:.2f} GB, and the samples take about "
+            f"{num_bytes / 1e9:.2f} GB; choose another place or make room"
+        )
+
+
+def _ignore(number: int) -> None:
+    """Nobody is counting."""
+
+
+# What a process of the work has: set once, before it is given any.
+_count: Callable[[int], None] = _ignore
+_common: Any = None
+
+
+def _begin_process(counter: Any, common: Any) -> None:
+    """Count in a number that all processes share."""
+    global _common
+
+    def add(number: int) -> None:
+        with counter.get_lock():
+            counter.value += number
+
+    _common = common
+    _count_with(add)
+
+
+def _work_here(work: Callable[[Any, Any], Any], task: Any) -> Any:
+    return work(_common, task)
+
+
+def _count_with(add: Callable[[int], None]) -> None:
+    global _count
+    _count = add
+
+
+class _Tally:
+    """Counts samples and tells now and then."""
+
+    def __init__(self) -> None:
+        self._untold = 0
+        self._last = time.monotonic()
+
+    def add(self) -> None:
+        self._untold += 1
+        now = time.monotonic()
+        if now - self._last > _TELL_EVERY_S:
+            self.tell()
+            self._last = now
+
+    def tell(self) -> None:
+        _count(self._untold)
+        self._untold = 0
+
+
+def _read(job: _Job, task: _Task) -> Iterator[tuple[str, Sample]]:
+    tally = _Tally()
+    for index in range(task.first, task.last):
+        sample = job.samples.read(index)
+        if not fits(job.schema, sample):
+            widen(job.schema, sample, f"sample {index} of {job.samples.origin}")
+            shapes = {
+                name: list(value.shape)
+                for name, value in sample.items()
+                if isinstance(value, np.ndarray)
+            }
+            raise UsageError(
+                f"sample {index} of {job.samples.origin} has arrays of shapes {shapes} where those "
+                "looked at first had one; remove what was begun and pack again with --varying"
+            )
+        yield job.samples.key(index), sample
+        tally.add()
+    tally.tell()
+
+
+def _write_shard(job: _Job, task: _Task) -> None:
+    part = task.path.with_name(task.path.name + ".part")
+    keys, checksums = [], []
+    writer = job.form.write(part, job.schema)
+    try:
+        for key, sample in _read(job, task):
+            writer.add(key, sample)
+            keys.append(key)
+            checksums.append(sample_checksums(sample, job.schema))
+        places = writer.finish()
+    except OSError as error:
+        raise RunError(f"cannot write {part}: {error.strerror or error}") from error
+    finally:
+        writer.close()
+    offsets, sizes = places if places is not None else (None, None)
+    table = Table(keys, np.array(checksums, dtype=np.uint32), offsets, sizes)
+    part.replace(task.path)
+    write_table(_table_path(task.path), table)
+    sync_folder(task.path.parent)
+
+
+def _write_files(job: _Job, task: _Task) -> None:
+    writer = job.form.write(task.path, job.schema)
+    keys, checksums = [], []
+    for key, sample in _read(job, task):
+        writer.add(key, sample)
+        keys.append(key)
+        checksums.append(sample_checksums(sample, job.schema))
+    writer.finish()
+    written = job.form.open(task.path, job.schema, Table(keys, np.array(checksums)))
+    for row, wanted in enumerate(checksums):
+        if sample_checksums(written.read(row), job.schema) != wanted:
+            raise written.damaged(row, "does not read back as it was written")
+
+
+def _verify_shard(dataset: Dataset, number: int) -> list[str]:
+    tally = _Tally()
+    lines = []
+    try:
+        shard = dataset.shard(number)
+    except (RunError, UsageError) as error:
+        return [str(error)]
+    if len(shard) != dataset.entries[number].num_samples:
+        wanted = dataset.entries[number].num_samples
+        lines.append(f"{shard.path} holds {len(shard)} samples, not {wanted}")
+    checksums = shard.table.checksums
+    for row in range(len(shard)):
+        try:
+            sample = shard.read(row)
+            if checksums is not None:
+                found = sample_checksums(sample, dataset.schema)
+                for name, one, other in zip(dataset.schema, found, checksums[row], strict=True):
+                    if one != int(other):
+                        raise shard.damaged(
+                            row, f"is damaged: its field {name!r} has another checksum"
+                        )
+        except BadSample as error:
+            lines.append(str(error))
+        tally.add()
+    tally.tell()
+    return lines
+
+
+def _run(
+    work: Callable[[Any, Any], Any],
+    common: Any,
+    tasks: Sequence[Any],
+    processes: int,
+    tell: Callable[[int], None],
+) -> list[Any]:
+    """Do all tasks, in processes where there are several, telling how many samples are done."""
+    if processes <= 1 or len(tasks) <= 1:
+        return _run_here(work, common, tasks, tell)
+    context = multiprocessing.get_context("forkserver")
+    counter = context.Value("q", 0)
+    results: dict[Future[Any], Any] = {}
+    pool = ProcessPoolExecutor(
+        min(processes, len(tasks)), context, initializer=_begin_process, initargs=(counter, common)
+    )
+    try:
+        futures = [pool.submit(_work_here, work, task) for task in tasks]
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, timeout=_TELL_EVERY_S, return_when=FIRST_COMPLETED)
+            tell(counter.value)
+            for future in done:
+                results[future] = future.result()
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a process of the work was killed, most likely for memory; fewer --processes need less"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    tell(counter.value)
+    return [results[future] for future in futures]
+
+
+def _run_here(
+    work: Callable[[Any, Any], Any],
+    common: Any,
+    tasks: Sequence[Any],
+    tell: Callable[[int], None],
+) -> list[Any]:
+    done = 0
+
+    def add(number: int) -> None:
+        nonlocal done
+        done += number
+        tell(done)
+
+    _count_with(add)
+    try:
+        return [work(common, task) for task in tasks]
+    finally:
+        _count_with(_ignore)
+
+
+def default_processes() -> int:
+    """Cores this process may use, at most eight: more do not make a disk faster."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return min(8, cores)
