@@ -71,9 +71,17 @@ class DataConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the source."""
     workers: int = 0
-    """Loader processes a rank; 0 loads in a thread of the rank's own process."""
+    """Loader processes a rank; 0 loads in threads of the rank's own process."""
+    threads: int = 1
+    """Loader threads a rank, where there are no processes."""
     prefetch: int = 2
-    """Batches kept ready ahead of the step."""
+    """Batches that each process or thread keeps ready ahead of the step."""
+    shuffle: str = "full"
+    """full; or `blocks`, for files on a disk that dislikes jumps: in a window of blocks read in order."""
+    shuffle_block: int = 256
+    """Samples that lie together and are read in one go (shuffle=blocks)."""
+    shuffle_window: int = 16384
+    """Samples that are mixed, and are in memory at a time (shuffle=blocks)."""
     drop_last: bool = False
     """Leave out the last batch of an epoch when it is smaller than the others."""
 
@@ -246,6 +254,7 @@ class Resolved:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "float64", "bfloat16", "float16"),
+    "data.shuffle": ("full", "blocks"),
     "train.lr_rule": ("none", "linear", "sqrt"),
     "optim.name": ("adamw", "adam", "sgd"),
     "schedule.name": ("constant", "linear", "cosine", "step"),
@@ -257,6 +266,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _AT_LEAST: dict[str, float] = {
     "data.workers": 0,
     "data.prefetch": 0,
+    "data.threads": 1,
+    "data.shuffle_block": 1,
+    "data.shuffle_window": 1,
     "train.batch": 1,
     "train.epochs": 1,
     "train.steps": 1,

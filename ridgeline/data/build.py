@@ -15,6 +15,7 @@ from ridgeline.data.source import DatasetSource, Source
 from ridgeline.data.sources.digits import build_digits
 from ridgeline.data.sources.fields import build_fields
 from ridgeline.data.sources.images import build_images
+from ridgeline.data.sources.packed import build_packed
 from ridgeline.data.sources.synthetic import build_synthetic
 from ridgeline.data.sources.text import build_text
 from ridgeline.errors import UsageError, unknown_word
@@ -25,6 +26,7 @@ SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
     "digits": build_digits,
     "fields": build_fields,
     "images": build_images,
+    "packed": build_packed,
     "synthetic": build_synthetic,
     "text": build_text,
 }

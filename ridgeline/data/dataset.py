@@ -207,7 +207,7 @@ class Dataset:
         number, row = self.locate(index)
         return str(self.shard(number).table.keys[row])
 
-    def keys(self) -> Iterator[str]:
+    def iter_keys(self) -> Iterator[str]:
         for number in range(len(self.entries)):
             yield from self.shard(number).table.keys
 

@@ -137,7 +137,7 @@ def pack(
     _run(_write_shard, job, waiting, processes, told)
     entries = [_entry(task) for task in tasks]
     dataset = Dataset(target, form, schema, entries, samples.classes, samples.origin)
-    dataset.classes = dataset.classes or classes_of(dataset.keys())
+    dataset.classes = dataset.classes or classes_of(dataset.iter_keys())
     bad = verify(dataset, processes, tell)
     if bad:
         raise RunError(

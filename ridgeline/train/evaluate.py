@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ridgeline.data.loader import Batch, Loader
+from ridgeline.data.batch import Batch
+from ridgeline.data.loader import Loader
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.precision import Precision
 from ridgeline.rundir import EvalRecord

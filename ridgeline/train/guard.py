@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ridgeline.data.loader import Batch
+from ridgeline.data.batch import Batch
 from ridgeline.errors import UsageError, WouldRepeat
 from ridgeline.train.clock import Clock
 from ridgeline.train.setup import Training

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ridgeline.data.loader import Batch
+from ridgeline.data.batch import Batch
 from ridgeline.errors import RunError
 from ridgeline.train.position import Position
 from ridgeline.train.setup import Training
@@ -26,9 +26,9 @@ def train_loop(training: Training, start: Position | None = None) -> Iterator[St
     clock.start()
     while position.step < training.num_steps:
         before = position
-        for batch in training.loader.epoch(position.epoch, position.batch):
+        for moving in training.feed(training.loader.epoch(position.epoch, position.batch)):
             clock.mark("data_s")
-            batch = training.to_device(batch)
+            batch = moving.take()
             clock.mark("h2d_s")
             lr = training.set_lr(position.step)
             loss_share, grad_norm = run_step(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ridgeline.data.loader import Batch
+from ridgeline.data.batch import Batch
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.ddp import Replicated, watch_last_gradient
 from ridgeline.parallel.precision import Precision

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ridgeline.checkpoint.save import Outcome
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
-from ridgeline.data.loader import Batch
+from ridgeline.data.batch import Batch
 from ridgeline.errors import WouldRepeat
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
 from ridgeline.optim.update import Update

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ridgeline.data.loader import Batch
+from ridgeline.data.batch import Batch
 from ridgeline.optim.update import Update
 from ridgeline.train.clock import Clock, Pending
 from ridgeline.train.position import Position

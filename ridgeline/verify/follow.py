@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.config import RunConfig
-from ridgeline.data.loader import Batch
+from ridgeline.data.batch import Batch
 from ridgeline.launch.env import RankEnv
 from ridgeline.parallel.gather import full_gradients, full_state
 from ridgeline.parallel.precision import AUTOCAST

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ridgeline.config import RunConfig
-from ridgeline.data.loader import Batch
+from ridgeline.data.batch import Batch
 from ridgeline.data.subset import FirstSamples
 from ridgeline.launch.env import RankEnv
 from ridgeline.parallel.gather import full_gradients, full_state

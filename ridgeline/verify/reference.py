@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.config import RunConfig
-from ridgeline.data.loader import Batch
+from ridgeline.data.batch import Batch
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
 from ridgeline.parallel.compress import Memory, reference_compress

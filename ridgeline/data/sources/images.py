@@ -17,18 +17,17 @@ from torch import Tensor
 
 from ridgeline.data.arguments import flag, number, whole, wrong_value
 from ridgeline.data.keyed import keyed_uniform
+from ridgeline.data.pixels import (
+    IMAGE_SUFFIXES,
+    NUM_DRAWS,
+    decode_image,
+    normalise_into,
+    require_pillow,
+)
 from ridgeline.data.source import SourceInfo
 from ridgeline.errors import UsageError
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-_EVAL_FOLDERS = ("val", "valid", "validation", "test", "eval")
-# The statistics of ImageNet, which published weights expect.
-_MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32)
-_STD = np.array([0.229, 0.224, 0.225], dtype=np.float32)
-# The usual random-resized crop: share of the image's area, and width over height.
-_CROP_AREA = (0.08, 1.0)
-_CROP_RATIO = (3 / 4, 4 / 3)
-
+EVAL_FOLDERS = ("val", "valid", "validation", "test", "eval")
 # A class's file and its label.
 _Labelled = tuple[str, int]
 
@@ -66,50 +65,19 @@ class Images:
     def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         images = np.empty((len(indices), 3, self._size, self._size), dtype=np.float32)
         labels = np.empty(len(indices), dtype=np.int64)
-        draws = keyed_uniform((self._seed, epoch), indices, 5)
+        draws = keyed_uniform((self._seed, epoch), indices, NUM_DRAWS)
         for row, index in enumerate(indices.tolist()):
             file, labels[row] = self._files[index]
-            pixels = self._read(file, draws[row])
-            images[row] = ((pixels / np.float32(255) - _MEAN) / _STD).transpose(2, 0, 1)
+            try:
+                pixels = decode_image(
+                    file, self._size, self._crop, draws[row] if self._augment else None
+                )
+            except ValueError as error:
+                raise UsageError(
+                    f"source 'images': cannot read image {file!r}: {error}; replace or remove it"
+                ) from error
+            normalise_into(pixels, images[row])
         return torch.from_numpy(images), torch.from_numpy(labels)
-
-    def _read(self, file: str, draws: np.ndarray) -> np.ndarray:
-        """One image as (size, size, 3) bytes, cropped and, when augmenting, flipped."""
-        from PIL import Image
-
-        try:
-            with Image.open(file) as opened:
-                image = opened.convert("RGB")
-        # Pillow raises SyntaxError and ValueError too, for some broken headers.
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise UsageError(
-                f"source 'images': cannot read image {file!r}: {error}; replace or remove it"
-            ) from error
-        if self._augment:
-            box = _random_box(image.width, image.height, draws)
-        else:
-            box = _centre_box(image.width, image.height, self._crop)
-        square = (self._size, self._size)
-        pixels = np.asarray(image.resize(square, Image.Resampling.BILINEAR, box=box))
-        return pixels[:, ::-1] if self._augment and draws[4] < 0.5 else pixels
-
-
-def _centre_box(width: int, height: int, crop: float) -> tuple[float, float, float, float]:
-    side = crop * min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
-def _random_box(width: int, height: int, draws: np.ndarray) -> tuple[float, float, float, float]:
-    """A random-resized crop; one that would stick out is cut to the image, not drawn again."""
-    area = width * height * (_CROP_AREA[0] + (_CROP_AREA[1] - _CROP_AREA[0]) * draws[0])
-    low, high = np.log(_CROP_RATIO)
-    ratio = np.exp(low + (high - low) * draws[1])
-    box_width = float(min(width, max(1.0, np.sqrt(area * ratio))))
-    box_height = float(min(height, max(1.0, np.sqrt(area / ratio))))
-    left = float(draws[2]) * (width - box_width)
-    top = float(draws[3]) * (height - box_height)
-    return left, top, left + box_width, top + box_height
 
 
 def build_images(
@@ -129,13 +97,7 @@ def build_images(
     augment = flag("images", "augment", augment)
     holdout = number("images", "holdout", holdout, 0.0, 0.9)
     crop = number("images", "crop", crop, 0.0, 1.0)
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            "source 'images' in data.source needs Pillow to decode images: "
-            "pip install 'ridgeline[images]'"
-        ) from error
+    require_pillow("images")
     if path is None:
         raise UsageError("source 'images' needs 'path' in data.args: the folder of the images")
     if not isinstance(path, str | os.PathLike):
@@ -154,7 +116,7 @@ def _find_splits(root: Path, holdout: float) -> tuple[list[_Labelled], list[_Lab
     train_root = root / "train" if (root / "train").is_dir() else root
     names = _class_names(train_root)
     train = _scan(train_root, names)
-    for folder in _EVAL_FOLDERS:
+    for folder in EVAL_FOLDERS:
         eval_root = root / folder
         if train_root != root and eval_root.is_dir():
             strangers = sorted(set(_class_names(eval_root)) - set(names))
@@ -184,12 +146,14 @@ def _scan(root: Path, names: list[str]) -> list[_Labelled]:
     for label, name in enumerate(names):
         files = []
         for folder, _, entries in os.walk(root / name, followlinks=True):
-            files += [os.path.join(folder, e) for e in entries if e.lower().endswith(_SUFFIXES)]
+            files += [
+                os.path.join(folder, e) for e in entries if e.lower().endswith(IMAGE_SUFFIXES)
+            ]
         found += [(file, label) for file in sorted(files)]
     if not found:
         raise UsageError(
             f"source 'images': no images under {str(root)!r} (path in data.args); looked in "
-            f"{len(names)} class folders for {', '.join(_SUFFIXES)}"
+            f"{len(names)} class folders for {', '.join(IMAGE_SUFFIXES)}"
         )
     return found
 

@@ -24,7 +24,7 @@ def digits(**args):
 
 
 def data_threads():
-    return [t for t in threading.enumerate() if t.name == "ridgeline-data"]
+    return [t for t in threading.enumerate() if t.name.startswith("ridgeline-data")]
 
 
 def assert_same(ours, theirs):

@@ -1,0 +1,128 @@
+"""A rank's share of a global batch, and how one is read from a source.
+
+Called by every way of reading ahead: in line, in threads, in processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.data.order import BatchPlan
+from ridgeline.data.source import Source
+from ridgeline.errors import RunError, UsageError
+
+_MAX_INDICES_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was fetched for one part: its own samples, and mates of theirs that are not among them."""
+
+    indices: np.ndarray
+    own: np.ndarray
+    """Rows of the part's samples."""
+    mate: np.ndarray
+    """For each of those, the row of the sample it is paired with."""
+
+
+@dataclass
+class Batch:
+    """This rank's share of one global batch, on the host or on a device."""
+
+    inputs: list[Tensor]
+    """One tensor for each microbatch; likewise `targets`, `counts` and `indices`."""
+    targets: list[Tensor]
+    counts: tuple[int, ...]
+    """Real samples in each part; 0 where the part is a filler that must not count."""
+    num_global: int
+    step: int
+    epoch: int
+    indices: tuple[np.ndarray, ...]
+    rows: tuple[Rows, ...] = ()
+    """Until the batch is augmented: what lies in each input. Empty when nothing is to be done."""
+    skipped: tuple[str, ...] = ()
+    """Sentences on samples that could not be read and were passed over."""
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`; from pinned memory the copy does not block the host."""
+        return replace(
+            self,
+            inputs=[part.to(device, non_blocking=True) for part in self.inputs],
+            targets=[part.to(device, non_blocking=True) for part in self.targets],
+        )
+
+    def pin_memory(self) -> Batch:
+        # The name is torch's: DataLoader's pinning thread looks for it.
+        return replace(
+            self,
+            inputs=[part.pin_memory() for part in self.inputs],
+            targets=[part.pin_memory() for part in self.targets],
+        )
+
+
+Change = Callable[[Batch], Batch]
+"""What is done to a batch that was read: nothing, or augmentation."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on its way from a thread or process to the loop."""
+
+    error: UsageError | RunError
+    trace: str = ""
+
+
+def read_batch(source: Source, plan: BatchPlan, change: Change | None = None) -> Batch:
+    """Fetch the parts of one plan; an error names the samples that were being read."""
+    inputs, targets, rows = [], [], []
+    for number, part in enumerate(plan.parts):
+        wanted = _rows(part, plan.mates[number] if plan.mates else part)
+        try:
+            fetched = source.fetch(wanted.indices, plan.epoch)
+        except Exception as error:
+            raise _named(error, plan, part) from error
+        if len(fetched) != 2:
+            raise UsageError(
+                f"source {type(source).__name__} gives {len(fetched)} tensors for a batch; a "
+                "Loader needs two, (inputs, targets)"
+            )
+        inputs.append(fetched[0])
+        targets.append(fetched[1])
+        rows.append(wanted)
+    take_skipped = getattr(source, "take_skipped", None)
+    batch = make_batch(plan, inputs, targets)
+    batch.rows = tuple(rows)
+    batch.skipped = tuple(take_skipped()) if take_skipped is not None else ()
+    return batch if change is None else change(batch)
+
+
+def _rows(part: np.ndarray, mates: np.ndarray) -> Rows:
+    own = np.arange(len(part))
+    if mates is part:
+        return Rows(part, own, own)
+    missing = np.setdiff1d(mates, part)
+    indices = np.concatenate([part, missing])
+    place = {index: row for row, index in enumerate(indices.tolist())}
+    return Rows(indices, own, np.array([place[mate] for mate in mates.tolist()]))
+
+
+def make_batch(plan: BatchPlan, inputs: list[Tensor], targets: list[Tensor]) -> Batch:
+    counts = tuple(int(weight) for weight in plan.weights)
+    return Batch(inputs, targets, counts, plan.num_global, plan.step, plan.epoch, plan.parts)
+
+
+def _named(error: Exception, plan: BatchPlan, part: np.ndarray) -> UsageError | RunError:
+    shown = ", ".join(str(index) for index in part[:_MAX_INDICES_SHOWN].tolist())
+    if len(part) > _MAX_INDICES_SHOWN:
+        shown += f", ... ({len(part)} in all)"
+    where = f"while reading samples [{shown}] of epoch {plan.epoch}, batch {plan.step}"
+    if isinstance(error, UsageError):
+        return UsageError(f"{error} ({where})")
+    if isinstance(error, RunError):
+        return RunError(f"{error} ({where})")
+    return RunError(f"{type(error).__name__}: {error} ({where})")

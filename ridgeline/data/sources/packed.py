@@ -1,0 +1,380 @@
+"""A packed data set, or files in any of the formats, as a source.
+
+`path` is a data set (`ridgeline data pack`), a folder, or a file of samples; or it holds two of them,
+`train` and `eval` (or val, valid, validation, test). Which field is the input and which the target is
+found by their names, or said. Images are decoded here; arrays come as they lie on the disk, straight
+into the batch. Built by `data/build.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.data.arguments import choice, flag, number, whole, wrong_value
+from ridgeline.data.dataset import CHECKS, Dataset, open_dataset
+from ridgeline.data.formats.contract import BadSample, describe_schema
+from ridgeline.data.keyed import keyed_uniform
+from ridgeline.data.pack import classes_of
+from ridgeline.data.pixels import (
+    IMAGE_SUFFIXES,
+    NUM_DRAWS,
+    decode_image,
+    normalise_into,
+    require_pillow,
+)
+from ridgeline.data.source import SourceInfo
+from ridgeline.data.sources.images import EVAL_FOLDERS
+from ridgeline.data.spent import Spent
+from ridgeline.errors import RunError, UsageError
+
+_INPUTS = ("input", "inputs", "image", "img", "x", "data", "tokens", "npy", "array")
+_TARGETS = ("target", "targets", "label", "labels", "cls", "class", "y")
+# How far a sample that cannot be read looks for one that can.
+_MAX_STEPS = 1000
+_TORCH_INTEGERS = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+
+
+class Packed:
+    """Some samples of a data set: inputs from one field, targets from another or from folders."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        members: np.ndarray,
+        fields: _Fields,
+        labels: np.ndarray | None,
+        class_names: Sequence[str],
+        seed: int,
+        augment: bool,
+        on_error: str,
+    ) -> None:
+        self.dataset = dataset
+        self.class_names = list(class_names)
+        self.spent = Spent()
+        self._members = members
+        self._fields = fields
+        self._labels = labels
+        self._seed = seed
+        self._augment = augment
+        self._on_error = on_error
+        self._skipped: list[str] = []
+        self.info = _info(
+            dataset, fields, len(self.class_names) or None, self._first_target(members)
+        )
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
+        try:
+            return self._fetch(indices, epoch)
+        except BadSample:
+            if self._on_error != "skip":
+                raise
+        return self._fetch(self._readable(indices), epoch)
+
+    def take_skipped(self) -> list[str]:
+        """Sentences on the samples that were passed over since this was last asked."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def ahead(self, first: int, last: int) -> None:
+        """Samples first..last-1 are wanted soon."""
+        members = self._members[first:last]
+        if len(members) and int(members[-1]) - int(members[0]) == len(members) - 1:
+            self.dataset.ahead(int(members[0]), int(members[-1]) + 1)
+
+    def _fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
+        fields = self._fields
+        members = self._members[indices]
+        names = [fields.input] if fields.target is None else [fields.input, fields.target]
+        with self.spent.during("read"):
+            batch = self.dataset.read_batch(members, names)
+        with self.spent.during("decode"):
+            found = batch[fields.input]
+            if fields.is_image:
+                inputs = self._decode(found, members, indices, epoch)
+            else:
+                inputs = _stack(found, fields.input, self.dataset)
+        if self._labels is not None:
+            return inputs, torch.from_numpy(self._labels[indices])
+        if fields.target is None:  # tokens: predict the next
+            return inputs[:, :-1].contiguous(), inputs[:, 1:].contiguous()
+        return inputs, self._targets(batch[fields.target])
+
+    def _decode(self, found: Any, members: np.ndarray, indices: np.ndarray, epoch: int) -> Tensor:
+        fields, size = self._fields, self._fields.size
+        shape = (len(members), 3, size, size)
+        images = np.empty(shape, dtype=np.uint8 if fields.as_bytes else np.float32)
+        draws = keyed_uniform((self._seed, epoch), indices, NUM_DRAWS)
+        for row, data in enumerate(found):
+            try:
+                pixels = decode_image(
+                    io.BytesIO(data), size, fields.crop, draws[row] if self._augment else None
+                )
+            except ValueError as error:
+                member = int(members[row])
+                shard, at = self.dataset.locate(member)
+                raise self.dataset.shard(shard).damaged(at, f"is no image: {error}") from error
+            if fields.as_bytes:
+                images[row] = pixels.transpose(2, 0, 1)
+            else:
+                normalise_into(pixels, images[row])
+        return torch.from_numpy(images)
+
+    def _targets(self, found: Any) -> Tensor:
+        if isinstance(found, np.ndarray):
+            return _as_tensor(found)
+        return torch.from_numpy(np.array([_label(value) for value in found], dtype=np.int64))
+
+    def _first_target(self, members: np.ndarray) -> np.ndarray | None:
+        if self._fields.target is None or not len(members):
+            return None
+        target = self.dataset.read(int(members[0]))[self._fields.target]
+        return target if isinstance(target, np.ndarray) else np.array(_label(target))
+
+    def _readable(self, indices: np.ndarray) -> np.ndarray:
+        """The same samples, with the next one that can be read in the place of each that cannot."""
+        chosen = []
+        for index in indices.tolist():
+            for step in range(_MAX_STEPS):
+                other = (index + step) % len(self)
+                try:
+                    self._fetch(np.array([other]), 0)
+                except BadSample as error:
+                    self._skipped.append(str(error))
+                    continue
+                chosen.append(other)
+                break
+            else:
+                raise RunError(
+                    f"{_MAX_STEPS} samples in a row cannot be read, from sample {index} on; "
+                    f"`ridgeline data verify {self.dataset.path}` lists them"
+                )
+        return np.array(chosen, dtype=indices.dtype)
+
+
+class _Fields:
+    """Which field is what, and how images become inputs."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        input_name: str | None,
+        target_name: str | None,
+        size: int,
+        crop: float,
+        pixels: str,
+    ) -> None:
+        schema = dataset.schema
+        self.size, self.crop, self.as_bytes = size, crop, pixels == "bytes"
+        images = [name for name in schema if _is_image(name) and schema[name].kind == "bytes"]
+        self.input = input_name or _pick(schema, (*images, *_INPUTS))
+        if self.input is None or self.input not in schema:
+            raise UsageError(
+                f"source 'packed': {dataset.path} has the fields {describe_schema(schema)}, and which of "
+                f"them is the input is not plain (input={input_name!r} in data.args); name one of them"
+            )
+        self.is_image = schema[self.input].kind == "bytes"
+        if self.is_image:
+            require_pillow("packed")
+        self.target = target_name or _pick(schema, _TARGETS)
+        if self.target is not None and self.target not in schema:
+            raise UsageError(
+                f"source 'packed': there is no field {self.target!r} (target in data.args) in "
+                f"{dataset.path}, which has {describe_schema(schema)}"
+            )
+        if self.target is None and not self.is_image and len(schema) == 2 and target_name is None:
+            self.target = next(name for name in schema if name != self.input)
+        self.wants_labels = self.target is None and not self._is_text(dataset)
+
+    def _is_text(self, dataset: Dataset) -> bool:
+        """Whole numbers in a row, and nothing else: the next one is the target."""
+        field = dataset.schema[self.input]
+        return (
+            field.kind == "array" and len(field.shape) == 1 and np.dtype(field.dtype).kind in "iu"
+        )
+
+
+def _is_image(name: str) -> bool:
+    return f".{name.rpartition('.')[2].lower()}" in IMAGE_SUFFIXES
+
+
+def _pick(schema: Any, names: Sequence[str]) -> str | None:
+    return next(
+        (name for name in names if name in schema), next(iter(schema)) if len(schema) == 1 else None
+    )
+
+
+def _label(value: Any) -> int:
+    """A class number that was written as text, as in WebDataset's `cls` files."""
+    try:
+        return int(bytes(value).decode())
+    except ValueError as error:
+        raise BadSample(f"the label {bytes(value)[:20]!r} is no whole number") from error
+
+
+def _stack(found: Any, name: str, dataset: Dataset) -> Tensor:
+    if isinstance(found, np.ndarray):
+        return _as_tensor(found)
+    shapes = sorted({value.shape for value in found})
+    if len(shapes) > 1:
+        raise UsageError(
+            f"source 'packed': the field {name!r} of {dataset.path} has arrays of different shapes in "
+            f"one batch, {shapes[0]} and {shapes[-1]}; a batch needs one shape"
+        )
+    return _as_tensor(np.stack(found))
+
+
+def _as_tensor(array: np.ndarray) -> Tensor:
+    # torch has hardly any operations on unsigned integers wider than a byte.
+    wide = _TORCH_INTEGERS.get(array.dtype.name)
+    return torch.from_numpy(array if wide is None else array.astype(wide))
+
+
+def _info(
+    dataset: Dataset, fields: _Fields, num_classes: int | None, target: np.ndarray | None
+) -> SourceInfo:
+    if fields.is_image:
+        shape: tuple[int, ...] = (3, fields.size, fields.size)
+        dtype = torch.uint8 if fields.as_bytes else torch.float32
+    else:
+        field = dataset.schema[fields.input]
+        if not field.is_fixed:
+            raise UsageError(
+                f"source 'packed': the field {fields.input!r} of {dataset.path} has arrays of different "
+                "shapes; a batch needs one shape, so pack them cropped or padded to one"
+            )
+        shape = tuple(side or 0 for side in field.shape)
+        dtype = _as_tensor(np.zeros(1, dtype=field.dtype)).dtype
+        # Brought to the model's type on the device, where that costs nothing.
+        dtype = torch.float32 if dtype.is_floating_point else dtype
+    if target is None and not fields.wants_labels:
+        tokens = (shape[0] - 1,)
+        return SourceInfo(
+            tokens,
+            dtype,
+            tokens,
+            dtype,
+            None,
+            "causal_lm",
+            unit="tokens",
+            units_per_sample=tokens[0],
+        )
+    if target is None:
+        return SourceInfo(shape, dtype, (), torch.int64, num_classes, "classify")
+    wanted = _as_tensor(np.zeros(1, dtype=target.dtype)).dtype
+    if wanted.is_floating_point:
+        return SourceInfo(shape, dtype, target.shape, torch.float32, None, "forecast")
+    task = "classify" if target.ndim == 0 else "segment"
+    return SourceInfo(shape, dtype, target.shape, wanted, num_classes, task)
+
+
+def build_packed(
+    seed: int,
+    *,
+    path: Any = None,
+    input: Any = None,
+    target: Any = None,
+    classes: Any = None,
+    size: Any = 224,
+    crop: Any = 1.0,
+    augment: Any = False,
+    pixels: Any = "float",
+    holdout: Any = 0.1,
+    check: Any = "once",
+    on_error: Any = "stop",
+) -> tuple[Packed, Packed]:
+    """`size`, `crop`, `augment`: of images, as for the source `images`. `pixels`: `float`, normalised, or
+    `bytes`, for `data.augment` to work on. `check`: compare checksums once (a process), always or never.
+    `on_error`: `stop` at a sample that cannot be read, or `skip` to the next that can."""
+    size = whole("packed", "size", size)
+    crop = number("packed", "crop", crop, 0.0, 1.0)
+    augment = flag("packed", "augment", augment)
+    pixels = choice("packed", "pixels", pixels, ("float", "bytes"))
+    holdout = number("packed", "holdout", holdout, 0.0, 0.9)
+    check = choice("packed", "check", check, CHECKS)
+    on_error = choice("packed", "on_error", on_error, ("stop", "skip"))
+    if classes is not None:
+        classes = whole("packed", "classes", classes)
+    if path is None:
+        raise UsageError(
+            "source 'packed' needs 'path' in data.args: a data set, a file or a folder"
+        )
+    if not isinstance(path, str | os.PathLike):
+        raise wrong_value("packed", "path", path, "a path")
+    parts = _find_parts(Path(path), holdout, check)
+    names = parts[0][0].classes or classes_of(parts[0][0].iter_keys())
+    made = []
+    for (dataset, members), augmented in zip(parts, (augment, False), strict=True):
+        fields = _Fields(dataset, input, target, size, crop, pixels)
+        labels = _labels(dataset, members, names) if fields.wants_labels else None
+        listed = names if fields.wants_labels else [str(i) for i in range(classes or 0)]
+        made.append(Packed(dataset, members, fields, labels, listed, seed, augmented, on_error))
+    return made[0], made[1]
+
+
+_Part = tuple[Dataset, np.ndarray]
+
+
+def _find_parts(path: Path, holdout: float, check: str) -> tuple[_Part, _Part]:
+    if (path / "train").is_dir():
+        train = open_dataset(path / "train", check)
+        for name in EVAL_FOLDERS:
+            if (path / name).is_dir():
+                held_out = open_dataset(path / name, check)
+                return (train, np.arange(len(train))), (held_out, np.arange(len(held_out)))
+        return _split(train, np.arange(len(train)), holdout)
+    dataset = open_dataset(path, check)
+    first = np.array([key.partition("/")[0] if "/" in key else "" for key in dataset.iter_keys()])
+    numbers = np.arange(len(dataset))
+    for name in EVAL_FOLDERS:
+        if name in first and "train" in first:
+            return (dataset, numbers[first == "train"]), (dataset, numbers[first == name])
+    return _split(dataset, numbers, holdout)
+
+
+def _split(dataset: Dataset, numbers: np.ndarray, holdout: float) -> tuple[_Part, _Part]:
+    """Hold out evenly spaced samples of a class: those where j * holdout passes a whole number."""
+    names = dataset.classes or classes_of(dataset.iter_keys())
+    labels = _labels(dataset, numbers, names) if names else np.zeros(len(numbers), dtype=np.int64)
+    passes = np.zeros(len(numbers), dtype=bool)
+    for label in np.unique(labels):
+        mine = np.flatnonzero(labels == label)
+        position = np.arange(len(mine))
+        passes[mine] = ((position + 1) * holdout).astype(int) > (position * holdout).astype(int)
+    if passes.all() or not passes.any():
+        raise UsageError(
+            f"source 'packed': holdout={holdout:g} of the {len(numbers)} samples of {dataset.path} "
+            "leaves none in one of the two halves; raise holdout or add samples"
+        )
+    return (dataset, numbers[~passes]), (dataset, numbers[passes])
+
+
+def _labels(dataset: Dataset, members: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """The number of the folder that each sample lay in."""
+    if not names:
+        raise UsageError(
+            f"source 'packed': the samples of {dataset.path} have no field that looks like a target and "
+            f"lie in no folders; name one with target=... (fields: {describe_schema(dataset.schema)})"
+        )
+    known = {name: number for number, name in enumerate(names)}
+    keys = list(dataset.iter_keys())
+    labels = np.empty(len(members), dtype=np.int64)
+    for row, member in enumerate(members.tolist()):
+        folder = keys[member].rpartition("/")[0].rpartition("/")[2]
+        if folder not in known:
+            raise UsageError(
+                f"source 'packed': sample {keys[member]!r} of {dataset.path} is of class {folder!r}, "
+                "which the training samples do not have"
+            )
+        labels[row] = known[folder]
+    return labels
