@@ -274,7 +274,7 @@ class Dataset:
                 out[places] = together
         if self._needs_check(shard):
             for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-                sample = {name: batch[name][place] for name in names}
+                sample = {name: batch[name][place, ...] for name in names}
                 self._check(shard, number, row, sample, names)
 
     def _needs_check(self, shard: Shard) -> bool:

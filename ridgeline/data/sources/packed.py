@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ridgeline.data.arguments import choice, flag, number, whole, wrong_value
 from ridgeline.data.dataset import CHECKS, Dataset, open_dataset
-from ridgeline.data.formats.contract import BadSample, describe_schema
+from ridgeline.data.formats.contract import BadSample, Schema, describe_schema
 from ridgeline.data.keyed import keyed_uniform
 from ridgeline.data.pack import classes_of
 from ridgeline.data.pixels import (
@@ -177,7 +177,8 @@ class _Fields:
         schema = dataset.schema
         self.size, self.crop, self.as_bytes = size, crop, pixels == "bytes"
         images = [name for name in schema if _is_image(name) and schema[name].kind == "bytes"]
-        self.input = input_name or _pick(schema, (*images, *_INPUTS))
+        only = [*schema] if len(schema) == 1 else []
+        self.input = input_name or _pick(schema, (*images, *_INPUTS, *only))
         if self.input is None or self.input not in schema:
             raise UsageError(
                 f"source 'packed': {dataset.path} has the fields {describe_schema(schema)}, and which of "
@@ -208,10 +209,8 @@ def _is_image(name: str) -> bool:
     return f".{name.rpartition('.')[2].lower()}" in IMAGE_SUFFIXES
 
 
-def _pick(schema: Any, names: Sequence[str]) -> str | None:
-    return next(
-        (name for name in names if name in schema), next(iter(schema)) if len(schema) == 1 else None
-    )
+def _pick(schema: Schema, names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in schema), None)
 
 
 def _label(value: Any) -> int:

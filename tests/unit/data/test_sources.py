@@ -32,11 +32,13 @@ CASES = {
     "fields": ("fields", {"samples": 40, "height": 12, "width": 18}),
     "images": ("images", {"size": 16, "holdout": 0.25}),
     "images-augmented": ("images", {"size": 16, "augment": True, "holdout": 0.25}),
+    "packed": ("packed", {"size": 16, "holdout": 0.25}),
+    "packed-augmented": ("packed", {"size": 16, "augment": True, "holdout": 0.25}),
     "synthetic": ("synthetic", {"samples": 100, "shape": [3, 4], "distinct": 7}),
     "synthetic-lm": ("synthetic", {"samples": 100, "task": "causal_lm", "shape": [9], "vocab": 5}),
     "synthetic-forecast": ("synthetic", {"task": "forecast", "shape": [2, 4], "dtype": "bfloat16"}),
 }
-RANDOM_EACH_EPOCH = {"digits-augmented", "text-masked", "images-augmented"}
+RANDOM_EACH_EPOCH = {"digits-augmented", "text-masked", "images-augmented", "packed-augmented"}
 
 
 def test_every_source_has_a_case():
@@ -45,7 +47,8 @@ def test_every_source_has_a_case():
 
 def build(case, image_folder, seed=5):
     name, args = CASES[case]
-    return build_sources(name, {**args, "path": image_folder} if name == "images" else args, seed)
+    takes_path = name in ("images", "packed")
+    return build_sources(name, {**args, "path": image_folder} if takes_path else args, seed)
 
 
 @pytest.mark.parametrize("case", CASES)

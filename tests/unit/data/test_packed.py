@@ -1,0 +1,263 @@
+"""Packed data as a source: every sample once, in one order, whatever the ranks, workers or format."""
+
+import json
+import shutil
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ridgeline.data.build import build_sources
+from ridgeline.data.dataset import DATASET, open_dataset
+from ridgeline.data.formats.contract import schema_of
+from ridgeline.data.formats.table import FORMATS
+from ridgeline.data.loader import Loader
+from ridgeline.data.order import Blocks
+from ridgeline.data.pack import pack
+from ridgeline.errors import RunError, UsageError
+
+NUM = 53
+BATCH = 8
+
+
+class Made:
+    """Samples whose input says which they are."""
+
+    classes = ()
+    origin = "made by a test"
+
+    def __init__(self, num=NUM):
+        self._num = num
+        self.schema = schema_of(self.read(0))
+
+    def __len__(self):
+        return self._num
+
+    def read(self, index):
+        return {"x": np.full((3, 2), index, dtype=np.float32), "y": np.array(index % 5)}
+
+    def key(self, index):
+        return f"sample-{index:04d}"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """One data set in every format, in several shards."""
+    root = tmp_path_factory.mktemp("stored")
+    for name, form in FORMATS.items():
+        packed = pack(Made(), root / name, form, shard_bytes=32 * 20)
+        assert len(packed.dataset.entries) == 3
+    return root
+
+
+def build(path, **args):
+    return build_sources("packed", {"path": str(path), "holdout": 0.02, "classes": 5, **args}, 0)[0]
+
+
+def seen(batches):
+    """The samples of some batches, as their inputs tell."""
+    found = []
+    for batch in batches:
+        for inputs, count in zip(batch.inputs, batch.counts, strict=True):
+            found.append(inputs[:count, 0, 0].long().tolist())
+    return found
+
+
+def global_batches(source, world, workers, start=0, accumulate=1, **options):
+    """What all ranks see together, batch by batch."""
+    ranks = []
+    for rank in range(world):
+        loader = Loader(
+            source,
+            batch=BATCH,
+            rank=rank,
+            world=world,
+            workers=workers,
+            accumulate=accumulate,
+            **options,
+        )
+        ranks.append(seen(loader.epoch(1, start)))
+        loader.close()
+    return [list(chain(*parts)) for parts in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_sample_once_in_one_order(name, workers, stored):
+    source = build(stored / name)
+    alone = global_batches(build(stored / "tar"), 1, 0)
+    assert sorted(chain(*alone)) == sorted(source._members.tolist())
+    # Starting processes takes longer than everything else: the worlds share out over their numbers.
+    for world in (1, 2, 3, 4) if workers == 0 else (1, 3) if workers == 1 else (2, 4):
+        assert global_batches(source, world, workers) == alone
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_going_on_after_some_batches_and_with_other_ranks(name, stored):
+    source = build(stored / name)
+    whole = global_batches(source, 1, 0)
+    for start in (1, 4, 6):
+        for world in (1, 2, 3):
+            assert global_batches(source, world, 0, start) == whole[start:]
+    other = build(stored / ("hdf5" if name == "tar" else "tar"))
+    assert global_batches(source, 2, 0)[:3] + global_batches(other, 3, 0, 3) == whole
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing(threads, stored):
+    source = build(stored / "tar")
+    assert global_batches(source, 2, 0, threads=threads) == global_batches(source, 2, 0)
+
+
+def test_blocks_keep_exactness(stored):
+    source = build(stored / "tar")
+    blocks = Blocks(block=4, window=16)
+    whole = global_batches(source, 1, 0, blocks=blocks)
+    assert sorted(chain(*whole)) == sorted(source._members.tolist())
+    assert whole != global_batches(source, 1, 0)
+    for world, start in ((2, 0), (3, 2), (4, 5)):
+        assert global_batches(source, world, 0, start, blocks=blocks) == whole[start:]
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def damaged(stored, tmp_path):
+    """The tar data set with one bit of sample 9 changed."""
+    path = tmp_path / "damaged"
+    shutil.copytree(stored / "tar", path)
+    dataset = open_dataset(path)
+    shard, row = dataset.locate(9)
+    place = dataset.shard(shard).table
+    at = int(place.offsets[row, 0] + place.sizes[row, 0]) - 2
+    flip(path / dataset.entries[shard].name, at)
+    return path
+
+
+def test_a_damaged_sample_is_named(damaged):
+    source = build(damaged)
+    with pytest.raises(RunError, match=r"shard-00000\.tar: sample 9 .*offset \d+.* is damaged"):
+        source.fetch(np.arange(12), 0)
+    assert torch.equal(
+        build(damaged, check="never").fetch(np.arange(8), 0)[0][:, 0, 0], torch.arange(8.0)
+    )
+
+
+def test_a_damaged_sample_is_skipped_when_asked_for(damaged):
+    source = build(damaged, on_error="skip")
+    inputs, targets = source.fetch(np.arange(12), 0)
+    assert inputs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 11]
+    assert targets.tolist() == [i % 5 for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 11)]
+    (sentence,) = source.take_skipped()
+    assert "sample 9" in sentence
+    assert not source.take_skipped()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_skipped_samples_reach_the_loop(workers, damaged):
+    loader = Loader(build(damaged, on_error="skip"), batch=BATCH, workers=workers)
+    told = [sentence for batch in loader.epoch(0) for sentence in batch.skipped]
+    loader.close()
+    assert len(told) == 1
+    assert "sample 9" in told[0]
+
+
+def test_a_shard_that_was_cut_short(stored, tmp_path):
+    path = tmp_path / "cut"
+    shutil.copytree(stored / "tar", path)
+    shard = path / "shard-00001.tar"
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(RunError, match=r"shard-00001\.tar: sample .* cut short"):
+        build(path).fetch(np.arange(50), 0)
+
+
+def test_a_shard_and_a_file_that_vanish(stored, tmp_path):
+    path = tmp_path / "gone"
+    shutil.copytree(stored / "tar", path)
+    source = build(path)
+    source.dataset.close()
+    (path / "shard-00002.tar").unlink()
+    with pytest.raises(RunError, match=r"shard-00002\.tar is gone"):
+        source.fetch(np.arange(50), 0)
+    folder = tmp_path / "folder"
+    for number in range(30):
+        (folder / "a").mkdir(parents=True, exist_ok=True)
+        np.save(folder / "a" / f"{number:02d}.x.npy", np.zeros(3, dtype=np.float32))
+    source = build_sources("packed", {"path": str(folder)}, 0)[0]
+    (folder / "a" / "03.x.npy").unlink()
+    with pytest.raises(RunError, match=r"sample 3 \('a/03', .*is gone"):
+        source.fetch(np.arange(5), 0)
+
+
+def test_images_come_as_from_their_folder(tmp_path):
+    rng = np.random.default_rng(0)
+    root = tmp_path / "images"
+    for name in ("cat", "dog"):
+        (root / name).mkdir(parents=True)
+        for number in range(10):
+            pixels = rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    pack(open_dataset(root), tmp_path / "packed", FORMATS["tar"])
+    args = {"size": 12, "holdout": 0.2, "augment": True}
+    plain = build_sources("images", {"path": str(root), **args}, 3)
+    packed = build_sources("packed", {"path": str(tmp_path / "packed"), **args}, 3)
+    for one, other in zip(plain, packed, strict=True):
+        assert len(one) == len(other)
+        assert one.info == other.info
+        fetched = (source.fetch(np.arange(len(one)), 2) for source in (one, other))
+        assert all(map(torch.equal, *fetched))
+    raw = build_sources(
+        "packed", {"path": str(tmp_path / "packed"), "size": 30, "pixels": "bytes"}, 3
+    )[0]
+    assert raw.fetch(np.arange(2), 0)[0].dtype == torch.uint8
+
+
+def test_train_and_eval_parts(tmp_path):
+    pack(Made(20), tmp_path / "both" / "train", FORMATS["tar"])
+    pack(Made(7), tmp_path / "both" / "val", FORMATS["npy"])
+    train, held_out = build_sources("packed", {"path": str(tmp_path / "both"), "classes": 5}, 0)
+    assert (len(train), len(held_out)) == (20, 7)
+    assert train.info.task == "classify"
+
+
+def test_tokens_predict_the_next(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(60, dtype=np.uint16).reshape(10, 6))
+    train, _ = build_sources("packed", {"path": str(tmp_path / "tokens.npy")}, 0)
+    inputs, targets = train.fetch(np.array([0]), 0)
+    assert inputs.tolist() == [[0, 1, 2, 3, 4]]
+    assert targets.tolist() == [[1, 2, 3, 4, 5]]
+    assert (train.info.task, train.info.units_per_sample) == ("causal_lm", 5)
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        ({"path": "nowhere"}, "there is no nowhere"),
+        ({}, "needs 'path'"),
+        ({"input": "z"}, "input='z'"),
+        ({"target": "z"}, "no field 'z'"),
+        ({"check": "sometimes"}, "check='sometimes'"),
+        ({"on_error": "panic"}, "on_error='panic'"),
+    ],
+)
+def test_what_is_said_of_wrong_arguments(args, word, stored):
+    args = args if "path" in args or not args else {"path": str(stored / "tar"), **args}
+    with pytest.raises(UsageError, match=word):
+        build_sources("packed", args, 0)
+
+
+def test_a_table_that_is_not_its_own(stored, tmp_path):
+    path = tmp_path / "other"
+    shutil.copytree(stored / "tar", path)
+    flip(path / "shard-00000.tar.idx", 200)
+    with pytest.raises(RunError, match="not the table that was written"):
+        build(path).fetch(np.arange(2), 0)
+    (path / DATASET).write_text(json.dumps({"ridgeline_data": 1}))
+    with pytest.raises(UsageError, match="pack the data set again"):
+        open_dataset(path)
