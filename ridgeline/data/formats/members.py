@@ -197,6 +197,8 @@ class MemberShard(Shard):
         self._together = self._lengths - table.sizes.sum(axis=1).astype(np.int64) < 65536
 
     def read(self, row: int) -> Sample:
+        assert self.table.offsets is not None
+        assert self.table.sizes is not None
         offsets, sizes = self.table.offsets[row].tolist(), self.table.sizes[row].tolist()
         sample: Sample = {}
         start = int(self._starts[row])
@@ -230,13 +232,14 @@ class MemberShard(Shard):
 
     def read_into(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
         """Straight from the file into the batch: no bytes in between."""
+        assert self.table.offsets is not None
+        assert self.table.sizes is not None
         column = list(self.schema).index(name)
         num_bytes = self.schema[name].num_bytes
-        for target, row in zip(out, rows.tolist(), strict=True):
-            size = int(self.table.sizes[row, column])
-            # The array's data is the end of its file.
-            offset = int(self.table.offsets[row, column]) + size - num_bytes
-            read_exactly(self, row, self._fd, target, offset)
+        # The array's data is the end of its file.
+        ends = self.table.offsets[rows, column] + self.table.sizes[rows, column]
+        for place, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
+            read_exactly(self, row, self._fd, out[place, ...], end - num_bytes)
 
     def ahead(self, first: int, last: int) -> None:
         start = int(self._starts[first])
@@ -256,7 +259,7 @@ class MemberShard(Shard):
 
 def read_exactly(shard: Shard, row: int, fd: int, target: np.ndarray, offset: int) -> None:
     """Fill `target`, which is contiguous, from a place in a file."""
-    view = memoryview(target.reshape(-1)).cast("B")
+    view = target.reshape(-1).view(np.uint8).data
     done = 0
     while done < len(view):
         try:
