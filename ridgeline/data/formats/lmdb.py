@@ -136,7 +136,11 @@ class LmdbWriter:
 
 
 class _Environment:
-    """An open environment. LMDB takes each once a process, so readers of one shard share it."""
+    """An open environment. LMDB takes each once a process, so readers of one shard share it.
+
+    A child process may go on with its parent's: opened for reading and without locks, it is a mapped
+    file and nothing else.
+    """
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -146,8 +150,6 @@ _open_environments: weakref.WeakValueDictionary[tuple[Any, ...], _Environment] =
     weakref.WeakValueDictionary()
 )
 _opening = threading.Lock()
-# What a parent process opened is neither used nor closed by its children.
-_inherited: list[_Environment] = []
 
 
 def _data_file(path: Path) -> Path:
@@ -161,7 +163,7 @@ def _open_environment(path: Path) -> _Environment:
         facts = data.stat()
     except OSError as error:
         raise UsageError(f"cannot open {data}: {error.strerror}") from error
-    known = (os.getpid(), facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    known = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
     with _opening:
         opened = _open_environments.get(known)
         if opened is not None:
@@ -199,7 +201,6 @@ class LmdbShard(Shard):
         self.path = path
         self.schema = schema
         self.table = table
-        self._pid = -1
         self._opened: _Environment | None = None
         self._header = _header(schema)
         self._is_own = is_own
@@ -210,15 +211,13 @@ class LmdbShard(Shard):
 
     @contextlib.contextmanager
     def _value(self, row: int) -> Iterator[memoryview]:
-        if self._pid != os.getpid():
-            if self._opened is not None:
-                _inherited.append(self._opened)
-            self._opened, self._pid = _open_environment(self.path), os.getpid()
-        assert self._opened is not None
+        opened = self._opened
+        if opened is None:
+            opened = self._opened = _open_environment(self.path)
         key = row.to_bytes(8, "big") if self._is_own else _foreign_key(self.table.keys[row])
         lmdb = _lmdb()
         try:
-            with self._opened.env.begin(buffers=True) as transaction:
+            with opened.env.begin(buffers=True) as transaction:
                 value = transaction.get(key)
                 if value is None:
                     raise self.damaged(row, "is not there: the environment has no such key")
@@ -277,7 +276,7 @@ class LmdbShard(Shard):
 
     def close(self) -> None:
         # The environment closes with its last reader.
-        self._opened, self._pid = None, -1
+        self._opened = None
 
 
 def _foreign_key(text: str) -> bytes:
