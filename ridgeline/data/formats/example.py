@@ -1,0 +1,148 @@
+"""`tf.train.Example` to bytes and back, without TensorFlow or protobuf.
+
+An Example is one map from names to lists of bytes, of float32 or of int64. Written here are the few
+kinds of fields of the wire format that it needs; `tfrecord.py` says what of a sample goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+# What a feature holds: bytes as they are, or an array of float32 or int64.
+Feature = bytes | memoryview | np.ndarray
+
+_BYTES, _FLOATS, _INTS = 1, 2, 3
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _block(tag: int, *parts: bytes | memoryview) -> bytes:
+    """Field number `tag`, of a length and that many bytes."""
+    size = sum(len(part) for part in parts)
+    return b"".join((bytes((tag << 3 | 2,)), _varint(size), *parts))
+
+
+def encode_ints(numbers: Iterable[int]) -> bytes:
+    return b"".join(_varint(number & 0xFFFFFFFFFFFFFFFF) for number in numbers)
+
+
+def encode_example(features: Mapping[str, Feature]) -> bytes:
+    """Features in the order given."""
+    entries = []
+    for name, value in features.items():
+        if not isinstance(value, np.ndarray):
+            feature = _block(_BYTES, _block(1, value))
+        elif value.dtype.kind == "f":
+            feature = _block(_FLOATS, _block(1, value.astype("<f4", copy=False).tobytes()))
+        else:
+            feature = _block(_INTS, _block(1, encode_ints(value.reshape(-1).tolist())))
+        entries.append(_block(1, _block(1, name.encode()), _block(2, feature)))
+    return _block(1, *entries)
+
+
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    number, shift = byte & 0x7F, 7
+    while True:
+        at += 1
+        byte = data[at]
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, at + 1
+        shift += 7
+        if shift > 63:
+            raise ValueError("holds a number of more than 64 bits")
+
+
+def _fields(data: memoryview) -> Iterable[tuple[int, int, memoryview]]:
+    """Number, wire type and bytes of the fields of a message."""
+    at, end = 0, len(data)
+    while at < end:
+        tag, at = _read_varint(data, at)
+        wire = tag & 7
+        if wire == 2:
+            size, at = _read_varint(data, at)
+            stop = at + size
+        elif wire == 0:
+            _, stop = _read_varint(data, at)
+        elif wire in (1, 5):
+            stop = at + (8 if wire == 1 else 4)
+        else:
+            raise ValueError(f"holds a field of wire type {wire}, which Examples have not")
+        if stop > end:
+            raise ValueError("ends within a feature")
+        yield tag >> 3, wire, data[at:stop]
+        at = stop
+
+
+def decode_ints(data: memoryview) -> np.ndarray:
+    """Packed varints: the bytes without the high bit end a number each."""
+    if len(data) < 64:
+        numbers, at = [], 0
+        while at < len(data):
+            number, at = _read_varint(data, at)
+            numbers.append(number)
+        return np.array(numbers, dtype=np.uint64).view(np.int64)
+    flat = np.frombuffer(data, dtype=np.uint8)
+    ends = np.flatnonzero(flat < 0x80)
+    if not len(ends) or ends[-1] != len(flat) - 1:
+        raise ValueError("ends within a number")
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    if int((ends - starts).max()) > 9:
+        raise ValueError("holds a number of more than 64 bits")
+    places = np.arange(len(flat)) - np.repeat(starts, ends - starts + 1)
+    bits = (flat & 0x7F).astype(np.uint64) << (places * 7).astype(np.uint64)
+    return np.bitwise_or.reduceat(bits, starts).view(np.int64)
+
+
+def _list(kind: int, data: memoryview) -> bytes | np.ndarray:
+    items = [(wire, value) for number, wire, value in _fields(data) if number == 1]
+    if kind == _BYTES:
+        if len(items) > 1:
+            raise ValueError(f"is a list of {len(items)} byte strings, of which one is read")
+        return bytes(items[0][1]) if items else b""
+    if kind == _FLOATS:
+        joined = items[0][1] if len(items) == 1 else b"".join(value for _, value in items)
+        if len(joined) % 4:
+            raise ValueError("ends within a number")
+        return np.frombuffer(joined, dtype="<f4")
+    if len(items) == 1:
+        return decode_ints(items[0][1])
+    return decode_ints(memoryview(b"".join(value for _, value in items)))
+
+
+def decode_example(data: bytes | memoryview) -> dict[str, bytes | np.ndarray | None]:
+    """Features by name, None where a feature holds no list; ValueError for what is no Example."""
+    features: dict[str, bytes | np.ndarray | None] = {}
+    try:
+        for number, wire, whole in _fields(memoryview(data)):
+            if number != 1 or wire != 2:
+                continue
+            for _, _, entry in _fields(whole):
+                name, value = "", None
+                for part, _, content in _fields(entry):
+                    if part == 1:
+                        name = str(content, "utf-8")
+                    elif part == 2:
+                        for kind, _, listed in _fields(content):
+                            if kind not in (_BYTES, _FLOATS, _INTS):
+                                continue
+                            try:
+                                value = _list(kind, listed)
+                            except ValueError as error:
+                                raise ValueError(f"in feature {name!r} {error}") from error
+                features[name] = value
+    except (IndexError, UnicodeDecodeError) as error:
+        raise ValueError("is no whole tf.train.Example") from error
+    return features
