@@ -8,6 +8,7 @@ in its file is known, rows are read from there without a library in between.
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -135,7 +136,7 @@ class FixedColumn:
         # Rows that follow each other come with one read.
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
         starts = [0, *cuts.tolist(), len(rows)]
-        for first, last in zip(starts[:-1], starts[1:], strict=True):
+        for first, last in itertools.pairwise(starts):
             if last > first:
                 row = int(rows[first])
                 read_exactly(shard, row, self._fd, out[first:last], self._offset + row * size)
@@ -303,7 +304,7 @@ def _loader(
 def read_keys(path: Path, extents: Mapping[str, Extent], column: Column) -> list[str]:
     text = extents[f"{KEYS}.bytes"].load(path).tobytes()
     offsets = extents[f"{KEYS}.offsets"].load(path).tolist()
-    pairs = zip(offsets[:-1], offsets[1:], strict=True)
+    pairs = itertools.pairwise(offsets)
     return [text[start:end].decode("utf-8", "replace") for start, end in pairs]
 
 

@@ -86,9 +86,9 @@ def _crc_numpy(data: bytes | memoryview) -> int:
     within, across, places = _tables()
     # Zeros in front change nothing.
     num_blocks = -(-len(rest) // _BLOCK)
-    blocks = np.zeros(num_blocks * _BLOCK, dtype=np.intp)
-    blocks[len(blocks) - len(rest) :] = rest
-    blocks = blocks.reshape(num_blocks, _BLOCK)
+    flat = np.zeros(num_blocks * _BLOCK, dtype=np.intp)
+    flat[len(flat) - len(rest) :] = rest
+    blocks = flat.reshape(num_blocks, _BLOCK)
     blocks += places
     sums = np.bitwise_xor.reduce(within.take(blocks), axis=1)
     crc = int(sums[-1])

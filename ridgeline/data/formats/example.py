@@ -6,7 +6,7 @@ kinds of fields of the wire format that it needs; `tfrecord.py` says what of a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def encode_example(features: Mapping[str, Feature]) -> bytes:
     return _block(1, *entries)
 
 
-def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1
@@ -65,34 +65,38 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
             raise ValueError("holds a number of more than 64 bits")
 
 
-def _fields(data: memoryview) -> Iterable[tuple[int, int, memoryview]]:
-    """Number, wire type and bytes of the fields of a message."""
-    at, end = 0, len(data)
+def _fields(data: bytes, at: int, end: int) -> list[tuple[int, int, int]]:
+    """Number of every field of the message at..end, and where its content begins and ends."""
+    found = []
     while at < end:
-        tag, at = _read_varint(data, at)
+        tag = data[at]
+        at += 1
+        if tag > 0x7F:
+            tag, at = _read_varint(data, at - 1)
         wire = tag & 7
         if wire == 2:
-            size, at = _read_varint(data, at)
-            stop = at + size
+            stop, at = _read_varint(data, at)
+            stop += at
         elif wire == 0:
-            _, stop = _read_varint(data, at)
+            stop = _read_varint(data, at)[1]
         elif wire in (1, 5):
             stop = at + (8 if wire == 1 else 4)
         else:
             raise ValueError(f"holds a field of wire type {wire}, which Examples have not")
         if stop > end:
             raise ValueError("ends within a feature")
-        yield tag >> 3, wire, data[at:stop]
+        found.append((tag >> 3, at, stop))
         at = stop
+    return found
 
 
-def decode_ints(data: memoryview) -> np.ndarray:
+def decode_ints(data: bytes) -> np.ndarray:
     """Packed varints: the bytes without the high bit end a number each."""
     if len(data) < 64:
         numbers, at = [], 0
         while at < len(data):
             number, at = _read_varint(data, at)
-            numbers.append(number)
+            numbers.append(number & 0xFFFFFFFFFFFFFFFF)
         return np.array(numbers, dtype=np.uint64).view(np.int64)
     flat = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(flat < 0x80)
@@ -106,43 +110,54 @@ def decode_ints(data: memoryview) -> np.ndarray:
     return np.bitwise_or.reduceat(bits, starts).view(np.int64)
 
 
-def _list(kind: int, data: memoryview) -> bytes | np.ndarray:
-    items = [(wire, value) for number, wire, value in _fields(data) if number == 1]
+def _list(kind: int, data: bytes, at: int, end: int) -> bytes | np.ndarray:
+    items = [(start, stop) for number, start, stop in _fields(data, at, end) if number == 1]
     if kind == _BYTES:
         if len(items) > 1:
             raise ValueError(f"is a list of {len(items)} byte strings, of which one is read")
-        return bytes(items[0][1]) if items else b""
-    if kind == _FLOATS:
-        joined = items[0][1] if len(items) == 1 else b"".join(value for _, value in items)
-        if len(joined) % 4:
+        return data[items[0][0] : items[0][1]] if items else b""
+    if kind == _FLOATS and len(items) == 1:
+        start, stop = items[0]
+        if (stop - start) % 4:
             raise ValueError("ends within a number")
-        return np.frombuffer(joined, dtype="<f4")
-    if len(items) == 1:
-        return decode_ints(items[0][1])
-    return decode_ints(memoryview(b"".join(value for _, value in items)))
+        return np.frombuffer(data, dtype="<f4", count=(stop - start) // 4, offset=start)
+    joined = b"".join([data[start:stop] for start, stop in items])
+    if kind == _INTS:
+        return decode_ints(joined)
+    if len(joined) % 4:
+        raise ValueError("ends within a number")
+    return np.frombuffer(joined, dtype="<f4")
 
 
-def decode_example(data: bytes | memoryview) -> dict[str, bytes | np.ndarray | None]:
-    """Features by name, None where a feature holds no list; ValueError for what is no Example."""
+def decode_example(
+    data: bytes, wanted: Container[str] | None = None
+) -> dict[str, bytes | np.ndarray | None]:
+    """Features by name (those wanted), None where one holds no list; ValueError for what is no Example."""
     features: dict[str, bytes | np.ndarray | None] = {}
     try:
-        for number, wire, whole in _fields(memoryview(data)):
-            if number != 1 or wire != 2:
+        for number, start, stop in _fields(data, 0, len(data)):
+            if number != 1:
                 continue
-            for _, _, entry in _fields(whole):
-                name, value = "", None
-                for part, _, content in _fields(entry):
+            for _, at, end in _fields(data, start, stop):
+                name, content = "", (0, 0)
+                for part, first, last in _fields(data, at, end):
                     if part == 1:
-                        name = str(content, "utf-8")
+                        name = data[first:last].decode()
                     elif part == 2:
-                        for kind, _, listed in _fields(content):
-                            if kind not in (_BYTES, _FLOATS, _INTS):
-                                continue
-                            try:
-                                value = _list(kind, listed)
-                            except ValueError as error:
-                                raise ValueError(f"in feature {name!r} {error}") from error
-                features[name] = value
+                        content = first, last
+                if wanted is not None and name not in wanted:
+                    continue
+                features[name] = _feature(name, data, *content)
     except (IndexError, UnicodeDecodeError) as error:
         raise ValueError("is no whole tf.train.Example") from error
     return features
+
+
+def _feature(name: str, data: bytes, at: int, end: int) -> bytes | np.ndarray | None:
+    for kind, start, stop in _fields(data, at, end):
+        if kind in (_BYTES, _FLOATS, _INTS):
+            try:
+                return _list(kind, data, start, stop)
+            except ValueError as error:
+                raise ValueError(f"in feature {name!r} {error}") from error
+    return None

@@ -200,7 +200,12 @@ def _all_datasets(h5py: Any, file: Any) -> dict[str, Any]:
 def _extent(dataset: Any, fd: int) -> Extent | None:
     """Where a data set lies, if it lies in one piece as numpy would have it."""
     is_plain = dataset.dtype.kind in "biuf" and dataset.chunks is None
-    if not is_plain or dataset.is_virtual or dataset.external or dataset.id.get_create_plist().get_nfilters():
+    if (
+        not is_plain
+        or dataset.is_virtual
+        or dataset.external
+        or dataset.id.get_create_plist().get_nfilters()
+    ):
         return None
     offset = dataset.id.get_offset()
     if offset is None and dataset.size:

@@ -7,11 +7,11 @@ offset, so that nothing is mapped and a file that was cut short is an error inst
 
 from __future__ import annotations
 
-import io
 import os
 import zipfile
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class ArraysWriter:
             old.unlink()
         self._path = path
         self._splitter = ColumnSplitter(schema, self._put)
-        self._files: dict[str, io.BufferedWriter] = {}
+        self._files: dict[str, BinaryIO] = {}
         for part, (dtype, shape) in self._splitter.parts.items():
             file = open(path / f"{part}.npy", "wb", buffering=1 << 18)  # noqa: SIM115
             self._files[part] = file

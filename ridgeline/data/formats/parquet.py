@@ -8,6 +8,7 @@ stay in memory. Arrow files (`.arrow`, `.feather`) are mapped and cost no memory
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -89,7 +90,9 @@ class _Sink(Protocol):
 class ArrowWriter:
     """Samples are gathered to groups, and groups written as they are full."""
 
-    def __init__(self, path: Path, schema: Schema, sink: Callable[[Any, Any], _Sink], name: str) -> None:
+    def __init__(
+        self, path: Path, schema: Schema, sink: Callable[[Any, Any], _Sink], name: str
+    ) -> None:
         self._pa = _pyarrow(name)
         self._schema = schema
         self._arrow_schema = _arrow_schema(self._pa, schema)
@@ -113,9 +116,7 @@ class ArrowWriter:
             values = [sample[name] for _, sample in self._rows]
             arrays.extend(_to_arrow(self._pa, field, values))
         assert self._sink is not None
-        self._sink.write_batch(
-            self._pa.RecordBatch.from_arrays(arrays, schema=self._arrow_schema)
-        )
+        self._sink.write_batch(self._pa.RecordBatch.from_arrays(arrays, schema=self._arrow_schema))
         self._rows.clear()
         self._num_bytes = 0
 
@@ -131,10 +132,8 @@ class ArrowWriter:
         # The file first: a sink that closes would write an end to what has none.
         self._file.close()
         if self._sink is not None:
-            try:
+            with contextlib.suppress(ValueError, OSError):
                 self._sink.close()
-            except (ValueError, OSError):
-                pass
             self._sink = None
 
 

@@ -107,8 +107,12 @@ class TfrecordShard(Shard):
             raise UsageError(f"cannot open {path}: {error.strerror}") from error
         self._offsets = table.offsets[:, 0]
         self._sizes = table.sizes[:, 0]
+        self._wanted = set(schema)
+        for name, field in schema.items():
+            if field.kind == "array" and not field.is_fixed:
+                self._wanted.add(f"{name}/shape")
 
-    def record(self, row: int, check: bool) -> memoryview:
+    def record(self, row: int, check: bool) -> bytes:
         size = int(self._sizes[row])
         try:
             data = pread(self._fd, size + _CRC.size, int(self._offsets[row]))
@@ -118,15 +122,15 @@ class TfrecordShard(Shard):
             raise self.damaged(
                 row, f"ends after {len(data)} of {size + _CRC.size} bytes: the file is cut short"
             )
-        record = memoryview(data)[:size]
-        if check and masked_crc(record) != _CRC.unpack_from(data, size)[0]:
+        if check and masked_crc(memoryview(data)[:size]) != _CRC.unpack_from(data, size)[0]:
             raise self.damaged(row, "is not what its checksum was made of: the record is damaged")
-        return record
+        # With the checksum behind it, which would be a feature cut short.
+        return data[:-4]
 
     def read(self, row: int) -> Sample:
         record = self.record(row, self.table.checksums is None)
         try:
-            features = decode_example(record)
+            features = decode_example(record, self._wanted)
             return {name: _value(name, field, features) for name, field in self.schema.items()}
         except ValueError as error:
             raise self.damaged(row, f"cannot be read: it {error}") from error
@@ -230,7 +234,9 @@ def _shown(features: dict[str, bytes | np.ndarray | None]) -> Sample:
             except TypeError:
                 sample[name] = value
                 continue
-            sample[name] = np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype).reshape(sides)
+            sample[name] = (
+                np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype).reshape(sides)
+            )
         else:
             sample[name] = value
     return sample

@@ -66,7 +66,9 @@ def schema_for(samples: list[tuple[str, Sample]]) -> Schema:
     return schema
 
 
-def write(form: Format, folder: Path, samples: list[tuple[str, Sample]]) -> tuple[Path, Schema, Table]:
+def write(
+    form: Format, folder: Path, samples: list[tuple[str, Sample]]
+) -> tuple[Path, Schema, Table]:
     schema = schema_for(samples)
     assert form.refuses(schema) == ""
     path = folder / f"shard-00000{form.suffix}"
@@ -160,15 +162,10 @@ def test_a_shard_cut_short_is_named(form: Format, written: tuple[Path, Schema, T
     largest = files_of(path)[0]
     for keep in (0.9, 0.5, 0.1, 0.0):
         os.truncate(largest, int(largest.stat().st_size * keep))
-        try:
-            found = read_all(form.open(path, schema, table))
-        except (BadSample, UsageError) as error:
-            assert path.name in str(error)
-        else:
-            # A directory at the end may be missed by nobody who has the table.
-            assert keep > 0.5
-            for sample, (_, wanted) in zip(found, SAMPLES, strict=True):
-                assert_same(sample, wanted)
+        # A directory at the end is missed by nobody who has the table.
+        if form.name != "zip" or keep < 0.9:
+            with pytest.raises((BadSample, UsageError), match=path.name):
+                read_all(form.open(path, schema, table))
         if form.name != "folder":
             with pytest.raises((BadSample, UsageError), match=path.name):
                 read_all(form.open(path, None, None))
@@ -269,7 +266,10 @@ def test_a_shard_is_written_over_what_a_stopped_writer_left(form: Format, tmp_pa
 def test_large_values(form: Format, tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     samples: list[tuple[str, Sample]] = [
-        (f"k{number}", {"x": rng.standard_normal((3, 50, 70), dtype=np.float32), "b": rng.bytes(90_000)})
+        (
+            f"k{number}",
+            {"x": rng.standard_normal((3, 50, 70), dtype=np.float32), "b": rng.bytes(90_000)},
+        )
         for number in range(40)
     ]
     path, schema, table = write(form, tmp_path, samples)
