@@ -102,8 +102,9 @@ class Shard:
 
     def read_into(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
         """The field `name`, an array of fixed shape, of several rows, stacked into `out`."""
-        for target, row in zip(out, rows.tolist(), strict=True):
-            target[...] = self.read(row)[name]
+        for place, row in enumerate(rows.tolist()):
+            # Numbers alone: out[place] would be a copy.
+            out[place, ...] = self.read(row)[name]
 
     def place(self, row: int) -> str:
         """Where in the file a sample lies, for messages."""
@@ -170,10 +171,8 @@ def checksum(value: Value | memoryview, before: int = 0) -> int:
     Sums run at the speed of memory, where a CRC takes longer than the read it guards. A changed bit,
     word or page, a page in another's place and a missing end all show.
     """
-    if isinstance(value, np.ndarray):
-        data = as_bytes(np.ascontiguousarray(value))
-    else:
-        data = memoryview(value).cast("B")
+    flat = np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else memoryview(value)
+    data = flat.cast("B") if flat.nbytes else memoryview(b"")
     if data.nbytes < _LARGE_BYTES:
         return zlib.crc32(data, before)
     num_pages = data.nbytes // _PAGE_BYTES

@@ -88,7 +88,11 @@ class FolderShard(Shard):
         for column, (name, field) in enumerate(self._fields):
             try:
                 with open(self._file(row, column), "rb", buffering=0) as file:
-                    sample[name] = decode(file.readall(), field)
+                    data = file.readall()
+                if self.table.sizes is not None and len(data) != self.table.sizes[row, column]:
+                    size = int(self.table.sizes[row, column])
+                    raise ValueError(f"has {len(data)} bytes, where {size} were listed")
+                sample[name] = decode(data, field)
             except FileNotFoundError as error:
                 raise self.damaged(row, "is gone: the file was there when it was listed") from error
             except OSError as error:

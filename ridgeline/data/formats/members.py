@@ -199,7 +199,9 @@ class MemberShard(Shard):
         self._together = self._lengths - table.sizes.sum(axis=1).astype(np.int64) < 65536
 
     def read(self, row: int) -> Sample:
-        offsets, sizes = self._offsets[row].tolist(), self._sizes[row].tolist()
+        assert self.table.offsets is not None
+        assert self.table.sizes is not None
+        offsets, sizes = self.table.offsets[row].tolist(), self.table.sizes[row].tolist()
         sample: Sample = {}
         start = int(self._starts[row])
         together = bool(self._together[row])
@@ -232,13 +234,14 @@ class MemberShard(Shard):
 
     def read_into(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
         """Straight from the file into the batch: no bytes in between."""
+        assert self.table.offsets is not None
+        assert self.table.sizes is not None
         column = list(self.schema).index(name)
         num_bytes = self.schema[name].num_bytes
-        for target, row in zip(out, rows.tolist(), strict=True):
-            size = int(self._sizes[row, column])
-            # The array's data is the end of its file.
-            offset = int(self._offsets[row, column]) + size - num_bytes
-            read_exactly(self, row, self._fd, target, offset)
+        # The array's data is the end of its file.
+        ends = self.table.offsets[rows, column] + self.table.sizes[rows, column]
+        for place, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
+            read_exactly(self, row, self._fd, out[place, ...], end - num_bytes)
 
     def ahead(self, first: int, last: int) -> None:
         start = int(self._starts[first])
@@ -258,7 +261,7 @@ class MemberShard(Shard):
 
 def read_exactly(shard: Shard, row: int, fd: int, target: np.ndarray, offset: int) -> None:
     """Fill `target`, which is contiguous, from a place in a file."""
-    view = as_bytes(target)
+    view = target.reshape(-1).view(np.uint8).data
     done = 0
     while done < len(view):
         try:

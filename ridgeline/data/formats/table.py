@@ -6,11 +6,19 @@ from pathlib import Path
 
 from ridgeline.data.formats.contract import Format
 from ridgeline.data.formats.folder import FOLDER
+from ridgeline.data.formats.hdf5 import HDF5
+from ridgeline.data.formats.lmdb import LMDB
+from ridgeline.data.formats.npy import NPY
+from ridgeline.data.formats.parquet import ARROW, PARQUET
 from ridgeline.data.formats.tar import TAR
+from ridgeline.data.formats.tfrecord import TFRECORD
+from ridgeline.data.formats.zip import ZIP
 from ridgeline.errors import UsageError
 
 # A folder comes last: whatever is a directory is one.
-FORMATS: dict[str, Format] = {form.name: form for form in (TAR, FOLDER)}
+FORMATS: dict[str, Format] = {
+    form.name: form for form in (TAR, ZIP, LMDB, HDF5, NPY, TFRECORD, PARQUET, ARROW, FOLDER)
+}
 
 
 def detect(path: Path) -> tuple[Format, list[Path]]:

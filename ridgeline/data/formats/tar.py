@@ -91,6 +91,8 @@ def _scan(path: Path) -> tuple[Schema, Table]:
         raise UsageError(
             f"{path} is no whole tar archive ({error}); compressed ones have to be unpacked first"
         ) from error
+    except OSError as error:
+        raise UsageError(f"cannot open {path}: {error.strerror}") from error
     keys, names, kinds, offsets, sizes = group_members(members, split_at_first_dot, str(path))
     first = {}
     with open(path, "rb") as file:
