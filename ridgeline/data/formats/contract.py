@@ -182,11 +182,6 @@ def checksum(value: Value | memoryview, before: int = 0) -> int:
     return zlib.crc32(data[num_pages * _PAGE_BYTES :], crc)
 
 
-def as_bytes(array: np.ndarray) -> memoryview:
-    """The memory of a contiguous array."""
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-
-
 def field_checksum(value: Value, field: Field) -> int:
     """Of one field of a sample, the same in every format."""
     if isinstance(value, np.ndarray) and not field.is_fixed:

@@ -23,7 +23,6 @@ from ridgeline.data.formats.contract import (
     Shard,
     Table,
     Value,
-    as_bytes,
     check_key,
 )
 from ridgeline.errors import UsageError
@@ -191,7 +190,6 @@ class MemberShard(Shard):
         except OSError as error:
             raise UsageError(f"cannot open {path}: {error.strerror}") from error
         self._fields = list(schema.items())
-        self._offsets, self._sizes = table.offsets, table.sizes
         ends = table.offsets + table.sizes
         self._starts = table.offsets.min(axis=1).astype(np.int64)
         self._lengths = ends.max(axis=1).astype(np.int64) - self._starts

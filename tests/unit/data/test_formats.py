@@ -19,7 +19,7 @@ from ridgeline.data.formats.contract import (
     Schema,
     Shard,
     Table,
-    sample_checksum,
+    sample_checksums,
     schema_of,
     widen,
 )
@@ -77,7 +77,7 @@ def write(
         writer.add(key, sample)
     places = writer.finish()
     writer.close()
-    sums = np.array([sample_checksum(sample, schema) for _, sample in samples], dtype=np.uint32)
+    sums = np.array([sample_checksums(sample, schema) for _, sample in samples], dtype=np.uint32)
     return path, schema, Table([key for key, _ in samples], sums, *(places or (None, None)))
 
 
@@ -117,7 +117,7 @@ def test_samples_come_back_in_any_order(form: Format, written: tuple[Path, Schem
         sample = shard.read(row)
         assert_same(sample, SAMPLES[row][1])
         assert list(sample) == list(schema)
-        assert sample_checksum(sample, schema) == table.checksums[row]
+        assert sample_checksums(sample, schema) == table.checksums[row].tolist()
         assert shard.place(row)
     shard.ahead(0, NUM_SAMPLES)
     shard.close()
@@ -134,7 +134,7 @@ def test_a_shard_explains_itself(form: Format, written: tuple[Path, Schema, Tabl
     for key, sample in SAMPLES:
         found = shard.read(rows[key])
         assert_same(found, sample)
-        assert sample_checksum(found, schema) == sample_checksum(sample, schema)
+        assert sample_checksums(found, schema) == sample_checksums(sample, schema)
     # What was found can be kept and used in place of looking again.
     again = form.open(path, shard.schema, shard.table)
     assert_same(again.read(5), shard.read(5))
@@ -187,7 +187,7 @@ def test_a_changed_byte_is_found(form: Format, written: tuple[Path, Schema, Tabl
         found = form.open(path, schema, table).read(8)
     except (BadSample, UsageError):
         return
-    assert sample_checksum(found, schema) != table.checksums[8]
+    assert sample_checksums(found, schema) != table.checksums[8].tolist()
 
 
 def test_nothing_else_is_taken_for_it(form: Format, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_nothing_else_is_taken_for_it(form: Format, tmp_path: Path) -> None:
 def _sums(args: tuple[str, Path, Schema, Table]) -> list[int]:
     name, path, schema, table = args
     shard = FORMATS[name].open(path, schema, table)
-    return [sample_checksum(sample, schema) for sample in read_all(shard)]
+    return [sample_checksums(sample, schema) for sample in read_all(shard)]
 
 
 def test_another_process_reads_it(form: Format, written: tuple[Path, Schema, Table]) -> None:
@@ -223,7 +223,7 @@ def test_a_forked_process_reads_what_its_parent_opened(
     if pid == 0:
         status = 1
         try:
-            sums = [sample_checksum(sample, schema) for sample in read_all(shard)]
+            sums = [sample_checksums(sample, schema) for sample in read_all(shard)]
             status = 0 if sums == table.checksums.tolist() else 2
         finally:
             os._exit(status)
@@ -237,7 +237,7 @@ def test_threads_read_at_once(form: Format, written: tuple[Path, Schema, Table])
     rows = np.random.default_rng(1).integers(0, NUM_SAMPLES, 200).tolist()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for row, sample in zip(rows, pool.map(shard.read, rows), strict=True):
-            assert sample_checksum(sample, schema) == table.checksums[row]
+            assert sample_checksums(sample, schema) == table.checksums[row].tolist()
 
 
 def test_two_readers_of_one_shard(form: Format, written: tuple[Path, Schema, Table]) -> None:
