@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -92,14 +93,14 @@ def decode(data: bytes | memoryview, field: Field) -> Value:
     if field.kind == "bytes":
         return bytes(data)
     dtype, shape, fortran, start = read_header(data)
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if len(data) - start != count * dtype.itemsize:
         raise ValueError(
             f"holds {len(data) - start} bytes of array data, not {count * dtype.itemsize}"
         )
     flat = np.frombuffer(data, dtype=dtype, count=count, offset=start)
     array = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
-    return array.astype(dtype.newbyteorder("="), copy=False)
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def read_header(data: bytes | memoryview) -> tuple[np.dtype, tuple[int, ...], bool, int]:
