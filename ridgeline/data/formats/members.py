@@ -120,18 +120,29 @@ def read_header(data: bytes | memoryview) -> tuple[np.dtype, tuple[int, ...], bo
         raise ValueError("ends within the header of its array")
     known = _headers.get(text)
     if known is None:
-        values = ast.literal_eval(text.decode("utf-8" if head[6] >= 3 else "latin1"))
-        dtype = np.dtype(values["descr"])
-        if dtype.hasobject:
-            raise ValueError("is an array of Python objects, which are not read")
-        known = dtype, tuple(values["shape"]), bool(values["fortran_order"])
+        known = _parse_header(text.decode("latin1" if head[6] < 3 else "utf-8"))
         if len(_headers) < 1024:
             _headers[text] = known
     return *known, start + length
 
 
+def _parse_header(text: str) -> tuple[np.dtype, tuple[int, ...], bool]:
+    try:
+        values = ast.literal_eval(text)
+        dtype = np.dtype(values["descr"])
+        shape = tuple(values["shape"])
+        fortran = bool(values["fortran_order"])
+    except (SyntaxError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        raise ValueError("has a damaged header of its array") from error
+    if not all(isinstance(side, int) and side >= 0 for side in shape):
+        raise ValueError(f"has an array of shape {shape}")
+    if dtype.hasobject:
+        raise ValueError("is an array of Python objects, which are not read")
+    return dtype, shape, fortran
+
+
 def schema_from_members(
-    first: dict[str, tuple[str, bytes]], sizes: np.ndarray, names: list[str]
+    first: dict[str, tuple[str, bytes]], sizes: np.ndarray, names: list[str], place: str
 ) -> Schema:
     """The schema of files that others wrote: types of the first sample; an array's shape is taken to be
     the same everywhere where all files of that field have one size."""
@@ -141,7 +152,10 @@ def schema_from_members(
         if kind == "bytes":
             schema[name] = Field("bytes")
             continue
-        dtype, shape, _, _ = read_header(data)
+        try:
+            dtype, shape, _, _ = read_header(data)
+        except ValueError as error:
+            raise UsageError(f"{place}: the first sample's field {name!r} {error}") from error
         same = len(np.unique(sizes[:, column])) == 1
         schema[name] = Field(
             "array", dtype.newbyteorder("=").name, tuple(shape) if same else (None,) * len(shape)

@@ -198,7 +198,7 @@ def _scan(path: Path) -> tuple[Schema, Table]:
     if deflated.any():
         whole = [unpacked[offset] for offset in offsets.reshape(-1).tolist()]
         shaped = np.array(whole, dtype=np.uint64).reshape(offsets.shape)
-    return schema_from_members(first, shaped, names), Table(keys, None, offsets, sizes)
+    return schema_from_members(first, shaped, names, str(path)), Table(keys, None, offsets, sizes)
 
 
 def _open(path: Path, schema: Schema | None, table: Table | None) -> Shard:

@@ -148,7 +148,7 @@ def test_a_damaged_deflated_member(tmp_path: Path) -> None:
             archive.writestr(f"k{row}.txt", RNG.bytes(500) + b"a" * 500)
     shard = open_found(tmp_path / "a.zip", "zip")
     with open(tmp_path / "a.zip", "r+b") as file:
-        file.seek(int(shard.table.offsets[1, 0]))
+        file.seek(int(shard.table.offsets[1, 0]) & ((1 << 63) - 1))
         file.write(b"\xff" * 200)
     with pytest.raises(BadSample, match=r"a\.zip"):
         shard.read(1)
