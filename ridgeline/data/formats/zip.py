@@ -157,7 +157,13 @@ def list_zip(path: Path) -> list[zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.infolist()
-    except (zipfile.BadZipFile, EOFError, struct.error, UnicodeError) as error:
+    except (
+        zipfile.BadZipFile,
+        EOFError,
+        struct.error,
+        ValueError,
+        NotImplementedError,
+    ) as error:
         raise UsageError(
             f"{path} is no whole zip archive ({error}); fetch or write it again"
         ) from error

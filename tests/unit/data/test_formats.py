@@ -195,6 +195,8 @@ def test_damage_anywhere_is_told_in_words(
     form: Format, written: tuple[Path, Schema, Table]
 ) -> None:
     """Whatever is changed, reading gives a sample or one of two errors."""
+    if form.name == "lmdb":
+        pytest.skip("LMDB follows the page numbers it finds: a wrong one ends the process")
     path, schema, table = written
     rng = np.random.default_rng(4)
     files = files_of(path)[:3]
