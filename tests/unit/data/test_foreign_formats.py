@@ -92,6 +92,29 @@ def test_webdataset_reads_our_tar(tmp_path: Path) -> None:
         assert np.array_equal(sample["image.npy"], IMAGES[row])
 
 
+def test_arrays_of_one_size_that_are_not_alike(tmp_path: Path) -> None:
+    """Other orders of bytes and of memory are put right; another shape is an error, not other numbers."""
+    arrays = [
+        IMAGES[0],
+        IMAGES[1].astype(">f4"),
+        np.asfortranarray(IMAGES[2]),
+        IMAGES[3].reshape(4, 3),
+    ]
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for row, array in enumerate(arrays):
+            out = io.BytesIO()
+            np.save(out, array)
+            info = tarfile.TarInfo(f"k{row}.x.npy")
+            info.size = len(out.getvalue())
+            archive.addfile(info, io.BytesIO(out.getvalue()))
+    shard = open_found(tmp_path / "a.tar", "tar")
+    batch = np.zeros((3, 3, 4), dtype=np.float32)
+    shard.read_into("x", np.arange(3), batch)
+    assert np.array_equal(batch, IMAGES[:3])
+    with pytest.raises(BadSample, match="shape"):
+        shard.read_into("x", np.array([3]), batch[:1])
+
+
 @pytest.mark.parametrize("name", ["../x.bin", "/etc/x.bin", "a/../../x.bin"])
 def test_names_that_climb_are_refused(tmp_path: Path, name: str) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
