@@ -205,8 +205,8 @@ class MemberShard(Shard):
         except OSError as error:
             raise UsageError(f"cannot open {path}: {error.strerror}") from error
         self._fields = list(schema.items())
-        # Headers of arrays that can be read as they are.
-        self._plain: set[bytes] = set()
+        # Headers of arrays that can be read as they are, by field.
+        self._plain: dict[str, set[bytes]] = {name: set() for name in schema}
         ends = table.offsets + table.sizes
         self._starts = table.offsets.min(axis=1).astype(np.int64)
         self._lengths = ends.max(axis=1).astype(np.int64) - self._starts
@@ -254,13 +254,14 @@ class MemberShard(Shard):
         column = list(self.schema).index(name)
         field = self.schema[name]
         num_bytes = field.num_bytes
+        plain = self._plain[name]
         offsets = self.table.offsets[rows, column].tolist()
         sizes = self.table.sizes[rows, column].tolist()
         for place, row in enumerate(rows.tolist()):
             # The array's data is the end of its file.
             header_bytes = sizes[place] - num_bytes
             head = self._pread(row, max(header_bytes, 0), offsets[place])
-            if head in self._plain or self._is_plain(head, field):
+            if head in plain or _is_plain(head, field, plain):
                 start = offsets[place] + header_bytes
                 read_exactly(self, row, self._fd, out[place, ...], start)
                 continue
@@ -268,19 +269,6 @@ class MemberShard(Shard):
             if not isinstance(value, np.ndarray) or value.shape != field.shape:
                 raise self.damaged(row, f"has a {name!r} that is not of the shape {field.shape}")
             out[place, ...] = value
-
-    def _is_plain(self, head: bytes, field: Field) -> bool:
-        """Whether the data behind a header is what numpy would have in memory for this field."""
-        try:
-            dtype, shape, fortran, length = read_header(head)
-        except ValueError:
-            return False
-        same = (dtype.name, shape, length) == (field.dtype, field.shape, len(head))
-        if not (same and dtype.isnative) or (fortran and len(shape) > 1):
-            return False
-        if len(self._plain) < 1024:
-            self._plain.add(head)
-        return True
 
     def ahead(self, first: int, last: int) -> None:
         start = int(self._starts[first])
@@ -296,6 +284,20 @@ class MemberShard(Shard):
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             self.close()
+
+
+def _is_plain(head: bytes, field: Field, known: set[bytes]) -> bool:
+    """Whether the data behind a header is what numpy would have in memory for this field."""
+    try:
+        dtype, shape, fortran, length = read_header(head)
+    except ValueError:
+        return False
+    same = (dtype.name, shape, length) == (field.dtype, field.shape, len(head))
+    if not (same and dtype.isnative) or (fortran and len(shape) > 1):
+        return False
+    if len(known) < 1024:
+        known.add(head)
+    return True
 
 
 def read_exactly(shard: Shard, row: int, fd: int, target: np.ndarray, offset: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -539,6 +541,15 @@ def test_only_some_groups_stay_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
 # Without a library
 
 
+def test_knowing_the_formats_imports_no_library() -> None:
+    code = (
+        "import sys, ridgeline.data.formats.table;"
+        "print([m for m in ('lmdb', 'h5py', 'pyarrow', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [("lmdb", "lmdb"), ("hdf5", "h5py"), ("parquet", "pyarrow"), ("arrow", "pyarrow")],
@@ -546,7 +557,7 @@ def test_only_some_groups_stay_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_missing_library_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setitem(sys.modules, module, None)
     path = tmp_path / f"a{FORMATS[name].suffix}"
     path.write_bytes(b"x" * 9000)
     with pytest.raises(UsageError, match=rf"needs {module}.*ridgeline\[data\]"):
