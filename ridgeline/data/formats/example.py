@@ -130,12 +130,15 @@ def _list(kind: int, data: bytes, at: int, end: int) -> bytes | np.ndarray:
 
 
 def decode_example(
-    data: bytes, wanted: Container[str] | None = None
+    data: bytes, wanted: Container[str] | None = None, size: int | None = None
 ) -> dict[str, bytes | np.ndarray | None]:
-    """Features by name (those wanted), None where one holds no list; ValueError for what is no Example."""
+    """Features by name, those wanted, of the first `size` bytes; None for one that holds no list.
+
+    Raises ValueError for what is no Example.
+    """
     features: dict[str, bytes | np.ndarray | None] = {}
     try:
-        for number, start, stop in _fields(data, 0, len(data)):
+        for number, start, stop in _fields(data, 0, len(data) if size is None else size):
             if number != 1:
                 continue
             for _, at, end in _fields(data, start, stop):

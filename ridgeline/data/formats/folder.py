@@ -138,7 +138,11 @@ def _scan(path: Path) -> tuple[Schema, Table, list[str]]:
     for name, file in zip(names, files, strict=False):
         with open(path / file, "rb") as opened:
             first[name] = kinds[name], opened.read()
-    return schema_from_members(first, sizes, names), Table(keys, None, None, sizes), files
+    return (
+        schema_from_members(first, sizes, names, str(path)),
+        Table(keys, None, None, sizes),
+        files,
+    )
 
 
 def _open(path: Path, schema: Schema | None, table: Table | None) -> Shard:

@@ -54,7 +54,7 @@ _lock = threading.RLock()
 
 def _h5py() -> Any:
     try:
-        import h5py  # type: ignore[import-untyped, unused-ignore]
+        import h5py  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
         raise needs("data", "h5py", "hdf5") from error
     return h5py

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import struct
 import threading
@@ -205,7 +206,12 @@ class LmdbShard(Shard):
         self._header = _header(schema)
         self._is_own = is_own
         self._items = [
-            (name, field, np.dtype(field.dtype) if field.kind == "array" else None)
+            (
+                name,
+                np.dtype(field.dtype) if field.kind == "array" else None,
+                field.num_bytes if field.is_fixed else None,
+                field.shape,
+            )
             for name, field in schema.items()
         ]
 
@@ -246,19 +252,16 @@ class LmdbShard(Shard):
         if size < start:
             raise self.damaged(row, f"has {size} bytes, fewer than its header")
         numbers = iter(self._header.unpack_from(value))
-        for name, field, dtype in self._items:
+        for name, dtype, num_bytes, known in self._items:
             shape: tuple[int, ...] = ()
             if dtype is None:
                 end = start + next(numbers)
-            elif field.is_fixed:
-                shape = field.shape  # type: ignore[assignment]
-                end = start + field.num_bytes
+            elif num_bytes is not None:
+                shape = known  # type: ignore[assignment]
+                end = start + num_bytes
             else:
-                shape = tuple(next(numbers) for _ in field.shape)
-                count = 1
-                for side in shape:
-                    count *= side
-                end = start + count * dtype.itemsize
+                shape = tuple(next(numbers) for _ in known)
+                end = start + math.prod(shape) * dtype.itemsize
             if end > size:
                 raise self.damaged(row, f"ends within its field {name!r}: {size} bytes are there")
             yield name, dtype, shape, start, end

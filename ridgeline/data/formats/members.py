@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -92,14 +93,14 @@ def decode(data: bytes | memoryview, field: Field) -> Value:
     if field.kind == "bytes":
         return bytes(data)
     dtype, shape, fortran, start = read_header(data)
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if len(data) - start != count * dtype.itemsize:
         raise ValueError(
             f"holds {len(data) - start} bytes of array data, not {count * dtype.itemsize}"
         )
     flat = np.frombuffer(data, dtype=dtype, count=count, offset=start)
     array = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
-    return array.astype(dtype.newbyteorder("="), copy=False)
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def read_header(data: bytes | memoryview) -> tuple[np.dtype, tuple[int, ...], bool, int]:
@@ -119,18 +120,29 @@ def read_header(data: bytes | memoryview) -> tuple[np.dtype, tuple[int, ...], bo
         raise ValueError("ends within the header of its array")
     known = _headers.get(text)
     if known is None:
-        values = ast.literal_eval(text.decode("utf-8" if head[6] >= 3 else "latin1"))
-        dtype = np.dtype(values["descr"])
-        if dtype.hasobject:
-            raise ValueError("is an array of Python objects, which are not read")
-        known = dtype, tuple(values["shape"]), bool(values["fortran_order"])
+        known = _parse_header(text.decode("latin1" if head[6] < 3 else "utf-8"))
         if len(_headers) < 1024:
             _headers[text] = known
     return *known, start + length
 
 
+def _parse_header(text: str) -> tuple[np.dtype, tuple[int, ...], bool]:
+    try:
+        values = ast.literal_eval(text)
+        dtype = np.dtype(values["descr"])
+        shape = tuple(values["shape"])
+        fortran = bool(values["fortran_order"])
+    except (SyntaxError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        raise ValueError("has a damaged header of its array") from error
+    if not all(isinstance(side, int) and side >= 0 for side in shape):
+        raise ValueError(f"has an array of shape {shape}")
+    if dtype.hasobject:
+        raise ValueError("is an array of Python objects, which are not read")
+    return dtype, shape, fortran
+
+
 def schema_from_members(
-    first: dict[str, tuple[str, bytes]], sizes: np.ndarray, names: list[str]
+    first: dict[str, tuple[str, bytes]], sizes: np.ndarray, names: list[str], place: str
 ) -> Schema:
     """The schema of files that others wrote: types of the first sample; an array's shape is taken to be
     the same everywhere where all files of that field have one size."""
@@ -140,7 +152,10 @@ def schema_from_members(
         if kind == "bytes":
             schema[name] = Field("bytes")
             continue
-        dtype, shape, _, _ = read_header(data)
+        try:
+            dtype, shape, _, _ = read_header(data)
+        except ValueError as error:
+            raise UsageError(f"{place}: the first sample's field {name!r} {error}") from error
         same = len(np.unique(sizes[:, column])) == 1
         schema[name] = Field(
             "array", dtype.newbyteorder("=").name, tuple(shape) if same else (None,) * len(shape)
@@ -190,6 +205,8 @@ class MemberShard(Shard):
         except OSError as error:
             raise UsageError(f"cannot open {path}: {error.strerror}") from error
         self._fields = list(schema.items())
+        # Headers of arrays that can be read as they are, by field.
+        self._plain: dict[str, set[bytes]] = {name: set() for name in schema}
         ends = table.offsets + table.sizes
         self._starts = table.offsets.min(axis=1).astype(np.int64)
         self._lengths = ends.max(axis=1).astype(np.int64) - self._starts
@@ -235,11 +252,23 @@ class MemberShard(Shard):
         assert self.table.offsets is not None
         assert self.table.sizes is not None
         column = list(self.schema).index(name)
-        num_bytes = self.schema[name].num_bytes
-        # The array's data is the end of its file.
-        ends = self.table.offsets[rows, column] + self.table.sizes[rows, column]
-        for place, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
-            read_exactly(self, row, self._fd, out[place, ...], end - num_bytes)
+        field = self.schema[name]
+        num_bytes = field.num_bytes
+        plain = self._plain[name]
+        offsets = self.table.offsets[rows, column].tolist()
+        sizes = self.table.sizes[rows, column].tolist()
+        for place, row in enumerate(rows.tolist()):
+            # The array's data is the end of its file.
+            header_bytes = sizes[place] - num_bytes
+            head = self._pread(row, max(header_bytes, 0), offsets[place])
+            if head in plain or _is_plain(head, field, plain):
+                start = offsets[place] + header_bytes
+                read_exactly(self, row, self._fd, out[place, ...], start)
+                continue
+            value = self.read(row)[name]
+            if not isinstance(value, np.ndarray) or value.shape != field.shape:
+                raise self.damaged(row, f"has a {name!r} that is not of the shape {field.shape}")
+            out[place, ...] = value
 
     def ahead(self, first: int, last: int) -> None:
         start = int(self._starts[first])
@@ -255,6 +284,20 @@ class MemberShard(Shard):
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             self.close()
+
+
+def _is_plain(head: bytes, field: Field, known: set[bytes]) -> bool:
+    """Whether the data behind a header is what numpy would have in memory for this field."""
+    try:
+        dtype, shape, fortran, length = read_header(head)
+    except ValueError:
+        return False
+    same = (dtype.name, shape, length) == (field.dtype, field.shape, len(head))
+    if not (same and dtype.isnative) or (fortran and len(shape) > 1):
+        return False
+    if len(known) < 1024:
+        known.add(head)
+    return True
 
 
 def read_exactly(shard: Shard, row: int, fd: int, target: np.ndarray, offset: int) -> None:

@@ -96,7 +96,7 @@ def _extent(fd: int, start: int, path: str) -> tuple[Extent, bool]:
     """The array of a .npy file that begins at `start`, and whether its columns come first."""
     try:
         dtype, shape, fortran, length = read_header(os.pread(fd, _MOST_HEADER, start))
-    except (ValueError, SyntaxError, KeyError, TypeError, IndexError) as error:
+    except ValueError as error:
         raise UsageError(
             f"{path} is no whole .npy file ({error}); write or fetch it again"
         ) from error
@@ -216,7 +216,7 @@ def _is_columns(path: Path) -> bool:
         try:
             with open(entry, "rb") as file:
                 dtype, shape, _, _ = read_header(file.read(_MOST_HEADER))
-        except (OSError, ValueError, SyntaxError, KeyError, TypeError):
+        except (OSError, ValueError):
             return False
         if not shape:
             return False

@@ -43,7 +43,7 @@ _MOST_LISTED = 4096
 
 def _pyarrow(name: str) -> Any:
     try:
-        import pyarrow  # type: ignore[import-untyped, unused-ignore]
+        import pyarrow  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
         raise needs("data", "pyarrow", name) from error
     return pyarrow
@@ -238,7 +238,7 @@ class _Groups(Protocol):
 
 class _ParquetGroups:
     def __init__(self, path: Path) -> None:
-        import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
+        import pyarrow.parquet as pq  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
         self.schema = self._file.schema_arrow
@@ -252,8 +252,8 @@ class _ParquetGroups:
 
 class _ArrowGroups:
     def __init__(self, path: Path) -> None:
-        pa = _pyarrow("arrow")
-        import pyarrow.ipc as ipc  # type: ignore[import-untyped, unused-ignore]
+        self._pa = pa = _pyarrow("arrow")
+        import pyarrow.ipc as ipc  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         mapped = pa.memory_map(str(path))
         try:
@@ -271,8 +271,12 @@ class _ArrowGroups:
             self.lengths = [batch.num_rows for batch in self._batches]
 
     def load(self, number: int, names: list[str]) -> tuple[Any, int]:
-        batch = self._batches[number] if self._batches else self._reader.get_batch(number)
-        return batch.select(names), batch.nbytes
+        if self._batches:
+            return self._batches[number].select(names), 0
+        # A batch that is not compressed stays in the mapped file; nbytes would count it all the same.
+        before = self._pa.total_allocated_bytes()
+        batch = self._reader.get_batch(number)
+        return batch.select(names), max(0, self._pa.total_allocated_bytes() - before)
 
 
 class GroupShard(Shard):
@@ -325,6 +329,8 @@ class GroupShard(Shard):
             if isinstance(column, self._pa.ChunkedArray):
                 # combine_chunks leaves several chunks only where offsets of 32 bits are too small.
                 column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+            # Lengths and offsets of a mapped file are whatever stands in it.
+            column.validate()
             if column.null_count:
                 raise ValueError(f"the column {name!r} has gaps (null); fill or drop them first")
             whole[name] = column

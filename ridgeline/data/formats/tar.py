@@ -99,7 +99,7 @@ def _scan(path: Path) -> tuple[Schema, Table]:
         for column, name in enumerate(names):
             file.seek(int(offsets[0, column]))
             first[name] = kinds[name], file.read(int(sizes[0, column]))
-    return schema_from_members(first, sizes, names), Table(keys, None, offsets, sizes)
+    return schema_from_members(first, sizes, names, str(path)), Table(keys, None, offsets, sizes)
 
 
 def _open(path: Path, schema: Schema | None, table: Table | None) -> Shard:

@@ -113,6 +113,7 @@ class TfrecordShard(Shard):
                 self._wanted.add(f"{name}/shape")
 
     def record(self, row: int, check: bool) -> bytes:
+        """A record's data and the 4 bytes of its checksum."""
         size = int(self._sizes[row])
         try:
             data = pread(self._fd, size + _CRC.size, int(self._offsets[row]))
@@ -124,13 +125,12 @@ class TfrecordShard(Shard):
             )
         if check and masked_crc(memoryview(data)[:size]) != _CRC.unpack_from(data, size)[0]:
             raise self.damaged(row, "is not what its checksum was made of: the record is damaged")
-        # With the checksum behind it, which would be a feature cut short.
-        return data[:-4]
+        return data
 
     def read(self, row: int) -> Sample:
         record = self.record(row, self.table.checksums is None)
         try:
-            features = decode_example(record, self._wanted)
+            features = decode_example(record, self._wanted, len(record) - _CRC.size)
             return {name: _value(name, field, features) for name, field in self.schema.items()}
         except ValueError as error:
             raise self.damaged(row, f"cannot be read: it {error}") from error

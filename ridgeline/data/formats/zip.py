@@ -83,16 +83,21 @@ class DeflatedShard(MemberShard):
         assert table.offsets is not None
         mark = np.uint64(_DEFLATED)
         self._deflated = (table.offsets & mark) != 0
-        places = Table(table.keys, table.checksums, table.offsets & ~mark, table.sizes)
-        super().__init__(path, schema, places)
-        self.marked = table
+        self._places = table.offsets & ~mark
+        super().__init__(
+            path, schema, Table(table.keys, table.checksums, self._places, table.sizes)
+        )
+        # With the marks, for whoever keeps it.
+        self.table = table
+
+    def place(self, row: int) -> str:
+        return f"offset {int(self._places[row].min())}"
 
     def read(self, row: int) -> Sample:
-        assert self.table.offsets is not None
         assert self.table.sizes is not None
         sample: Sample = {}
         for column, (name, field) in enumerate(self._fields):
-            offset, size = self.table.offsets[row, column], self.table.sizes[row, column]
+            offset, size = self._places[row, column], self.table.sizes[row, column]
             data = self._pread(row, int(size), int(offset))
             try:
                 if self._deflated[row, column]:
@@ -152,7 +157,13 @@ def list_zip(path: Path) -> list[zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.infolist()
-    except (zipfile.BadZipFile, EOFError, struct.error, UnicodeError) as error:
+    except (
+        zipfile.BadZipFile,
+        EOFError,
+        struct.error,
+        ValueError,
+        NotImplementedError,
+    ) as error:
         raise UsageError(
             f"{path} is no whole zip archive ({error}); fetch or write it again"
         ) from error
@@ -162,6 +173,7 @@ def list_zip(path: Path) -> list[zipfile.ZipInfo]:
 
 def _scan(path: Path) -> tuple[Schema, Table]:
     members: list[tuple[str, int, int]] = []
+    unpacked: dict[int, int] = {}
     infos = list_zip(path)
     with open(path, "rb") as file:
         for info in infos:
@@ -174,6 +186,7 @@ def _scan(path: Path) -> tuple[Schema, Table]:
             if info.compress_type == zipfile.ZIP_DEFLATED:
                 offset |= _DEFLATED
             members.append((info.filename, offset, info.compress_size))
+            unpacked[offset] = info.file_size
         keys, names, kinds, offsets, sizes = group_members(members, split_at_first_dot, str(path))
         deflated = (offsets & np.uint64(_DEFLATED)) != 0
         first = {}
@@ -186,9 +199,12 @@ def _scan(path: Path) -> tuple[Schema, Table]:
                 except (ValueError, zlib.error) as error:
                     raise UsageError(f"{path}: sample {keys[0]!r} is damaged: {error}") from error
             first[name] = kinds[name], data
-    # Compressed sizes say nothing about shapes: every row a size of its own.
-    shaped = np.where(deflated.any(axis=0), np.arange(len(keys), dtype=np.uint64)[:, None], sizes)
-    return schema_from_members(first, shaped, names), Table(keys, None, offsets, sizes)
+    # Compressed sizes say nothing about shapes.
+    shaped = sizes
+    if deflated.any():
+        whole = [unpacked[offset] for offset in offsets.reshape(-1).tolist()]
+        shaped = np.array(whole, dtype=np.uint64).reshape(offsets.shape)
+    return schema_from_members(first, shaped, names, str(path)), Table(keys, None, offsets, sizes)
 
 
 def _open(path: Path, schema: Schema | None, table: Table | None) -> Shard:
