@@ -1,0 +1,161 @@
+"""Reading and writing blocks with the page cache and without it, for `storage.py`.
+
+The page cache is kept out with O_DIRECT where the file system has it; else its pages are dropped with
+`posix_fadvise` before a read, which needs no rights either. Buffers are anonymous memory maps, because
+O_DIRECT wants them aligned to pages and a `bytearray` is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+BLOCK_BYTES = 4 * 2**20
+"""Of one sequential read or write: whole stripes of a parallel file system, and enough in flight for a
+fast disk although O_DIRECT reads nothing ahead."""
+ALIGN_BYTES = 4096
+
+DIRECT, FADVISE, MEMORY = "O_DIRECT", "fadvise", "memory"
+
+Advance = Callable[[float], None]
+"""Told the share of a measurement that is done, 0 to 1."""
+
+# What a file system without O_DIRECT, or with another alignment, answers.
+_NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def aligned_buffer(num_bytes: int, random: bool = False) -> mmap.mmap:
+    """Memory for blocks; random bytes where it is written, so that compression cannot flatter."""
+    buffer = mmap.mmap(-1, num_bytes)
+    if random:
+        buffer.write(os.urandom(num_bytes))
+    return buffer
+
+
+def how_uncached(folder: Path, kind: str) -> str:
+    """How the page cache can be kept out there, found by trying. A file system in memory has nothing
+    below its pages, though some kernels accept O_DIRECT for it."""
+    if kind == "memory":
+        return MEMORY
+    if not hasattr(os, "O_DIRECT"):
+        return FADVISE
+    path = folder / "direct"
+    buffer = aligned_buffer(ALIGN_BYTES)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        try:
+            os.pwrite(descriptor, buffer, 0)
+            os.preadv(descriptor, [buffer], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in _NOT_DIRECT:
+            return FADVISE
+        raise
+    finally:
+        path.unlink(missing_ok=True)
+    return DIRECT
+
+
+def write_file(path: Path, size_bytes: int, direct: bool, budget_s: float, advance: Advance) -> float:
+    """Bytes a second of a new file with the fsync at its end; it is shorter where time ran out."""
+    buffer = aligned_buffer(BLOCK_BYTES, random=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
+    start, done = time.perf_counter(), 0
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        while done < size_bytes and (done == 0 or time.perf_counter() - start < budget_s):
+            done += write_all(descriptor, buffer, done)
+            advance(done / size_bytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return done / (time.perf_counter() - start)
+
+
+def write_all(descriptor: int, buffer: mmap.mmap, offset: int) -> int:
+    """Every byte of the buffer: a write may take fewer, and the next then says why."""
+    with memoryview(buffer) as view:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(descriptor, view[done:], offset + done)
+    return done
+
+
+def drop_pages(path: Path) -> None:
+    """Ask that a file's pages leave the cache; only those that are on the disk do, so they go there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def drop_all(paths: list[Path], num_threads: int, advance: Advance) -> None:
+    """`drop_pages` of many, by several threads because each waits for the disk."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        for count, _ in enumerate(pool.map(drop_pages, paths), start=1):
+            advance(count / len(paths))
+
+
+def read_blocks(
+    path: Path,
+    offsets: Iterable[int],
+    block_bytes: int,
+    *,
+    direct: bool,
+    at_random: bool = False,
+    budget_s: float = float("inf"),
+    stop: Event | None = None,
+    advance: Advance = lambda _: None,
+    total: int = 1,
+) -> tuple[int, float]:
+    """Blocks read and the seconds it took, by one thread."""
+    buffer = aligned_buffer(block_bytes)
+    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    count = 0
+    try:
+        if at_random and not direct:
+            # Else the kernel reads on behind each block, and the next one is there by luck.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        start = time.perf_counter()
+        for offset in offsets:
+            if os.preadv(descriptor, [buffer], offset) != block_bytes:
+                raise OSError(errno.EIO, f"the file is shorter than it was written, at {offset}")
+            count += 1
+            advance(count / total)
+            if (stop is not None and stop.is_set()) or time.perf_counter() - start > budget_s:
+                break
+        seconds = time.perf_counter() - start
+    finally:
+        os.close(descriptor)
+    return count, seconds
+
+
+def read_in_threads(path: Path, num_threads: int, direct: bool, budget_s: float) -> float:
+    """Bytes a second of all threads together, each reading its own part of the file from start to end."""
+    num_blocks = path.stat().st_size // BLOCK_BYTES
+    bounds = [num_blocks * i // num_threads for i in range(num_threads + 1)]
+    stop = Event()
+
+    def part(first: int, last: int) -> int:
+        offsets = range(first * BLOCK_BYTES, last * BLOCK_BYTES, BLOCK_BYTES)
+        return read_blocks(
+            path, offsets, BLOCK_BYTES, direct=direct, budget_s=budget_s, stop=stop
+        )[0]
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            counts = list(pool.map(part, bounds[:-1], bounds[1:]))
+        except BaseException:
+            stop.set()
+            raise
+    return sum(counts) * BLOCK_BYTES / (time.perf_counter() - start)
