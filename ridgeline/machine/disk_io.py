@@ -63,8 +63,11 @@ def how_uncached(folder: Path, kind: str) -> str:
     return DIRECT
 
 
-def write_file(path: Path, size_bytes: int, direct: bool, budget_s: float, advance: Advance) -> float:
-    """Bytes a second of a new file with the fsync at its end; it is shorter where time ran out."""
+def write_file(
+    path: Path, size_bytes: int, direct: bool, budget_s: float, advance: Advance
+) -> float:
+    """Bytes a second of a new file with the fsync at its end; it is shorter where time ran out, and not
+    there where writing failed."""
     buffer = aligned_buffer(BLOCK_BYTES, random=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
     start, done = time.perf_counter(), 0
@@ -74,6 +77,9 @@ def write_file(path: Path, size_bytes: int, direct: bool, budget_s: float, advan
             done += write_all(descriptor, buffer, done)
             advance(done / size_bytes)
         os.fsync(descriptor)
+    except OSError:
+        path.unlink()
+        raise
     finally:
         os.close(descriptor)
     return done / (time.perf_counter() - start)
@@ -147,9 +153,9 @@ def read_in_threads(path: Path, num_threads: int, direct: bool, budget_s: float)
 
     def part(first: int, last: int) -> int:
         offsets = range(first * BLOCK_BYTES, last * BLOCK_BYTES, BLOCK_BYTES)
-        return read_blocks(
-            path, offsets, BLOCK_BYTES, direct=direct, budget_s=budget_s, stop=stop
-        )[0]
+        return read_blocks(path, offsets, BLOCK_BYTES, direct=direct, budget_s=budget_s, stop=stop)[
+            0
+        ]
 
     start = time.perf_counter()
     with ThreadPoolExecutor(num_threads) as pool:

@@ -13,16 +13,64 @@ from pathlib import Path
 
 # Types as the kernel spells them. What is in neither set is `unknown`, which is said, not guessed.
 LOCAL_TYPES = frozenset(
-    {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "vfat", "exfat", "ntfs3", "bcachefs"}
+    {
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "f2fs",
+        "jfs",
+        "vfat",
+        "exfat",
+        "ntfs3",
+        "bcachefs",
+    }
 )
 MEMORY_TYPES = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 NETWORK_TYPES = frozenset(
-    {"lustre", "nfs", "nfs4", "gpfs", "beegfs", "fhgfs", "ceph", "wekafs", "panfs", "pvfs2", "orangefs"}
-    | {"cifs", "smb3", "glusterfs", "afs", "9p", "virtiofs", "daos", "vast", "quobyte", "gfs2", "ocfs2"}
+    {
+        "lustre",
+        "nfs",
+        "nfs4",
+        "gpfs",
+        "beegfs",
+        "fhgfs",
+        "ceph",
+        "wekafs",
+        "panfs",
+        "pvfs2",
+        "orangefs",
+    }
+    | {
+        "cifs",
+        "smb3",
+        "glusterfs",
+        "afs",
+        "9p",
+        "virtiofs",
+        "daos",
+        "vast",
+        "quobyte",
+        "gfs2",
+        "ocfs2",
+    }
 )
 # A file system in user space says only who serves it: `fuse.sshfs`. These go over a network.
 NETWORK_FUSE = frozenset(
-    {"sshfs", "ceph", "ceph-fuse", "glusterfs", "s3fs", "goofys", "gcsfuse", "juicefs", "daos", "dfuse"}
+    {
+        "sshfs",
+        "ceph",
+        "ceph-fuse",
+        "glusterfs",
+        "s3fs",
+        "goofys",
+        "gcsfuse",
+        "juicefs",
+        "daos",
+        "dfuse",
+    }
     | {"mountpoint-s3", "rclone", "quobyte", "blobfuse2"}
 )
 

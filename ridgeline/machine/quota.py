@@ -88,7 +88,9 @@ def _count(cell: str, plain: int, step: int) -> int:
     return round(float(match[1]) * (step ** _POWER[unit] if unit else plain))
 
 
-def find_quotas(mount: Mount, run: Callable[[list[str]], str] | None = None) -> tuple[QuotaFacts, ...]:
+def find_quotas(
+    mount: Mount, run: Callable[[list[str]], str] | None = None
+) -> tuple[QuotaFacts, ...]:
     """The limits of this user, and on Lustre of the user's group, on a file system."""
     run = run or _run
     found: list[QuotaFacts] = []

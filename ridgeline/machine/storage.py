@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ridgeline.errors import UsageError
 from ridgeline.facts import StorageFacts
@@ -63,6 +64,7 @@ class Amounts:
 
 QUICK = Amounts(size_bytes=64 * 2**20, num_files=400, num_small=300, budget_s=1.0)
 
+_T = TypeVar("_T")
 Figures = dict[str, float]
 """Fields of `StorageFacts` that a measurement has found."""
 
@@ -221,8 +223,6 @@ def _measure_all(bench: _Bench, path: Path, tell: Tell) -> tuple[Figures, tuple[
             figures |= measure(bench, advance)
         except OSError as error:
             shutil.rmtree(bench.folder / "small", ignore_errors=True)
-            if not needs_large:
-                bench.large.unlink(missing_ok=True)
             problems.append(_problem(what, path, error))
     tell("done", 1.0)
     return figures, tuple(problems)
@@ -271,8 +271,8 @@ def _measure_small_files(bench: _Bench, advance: Advance) -> Figures:
     }
 
 
-def _each[T](
-    items: list[T], act: Callable[[T], object], budget_s: float, advance: Advance
+def _each(
+    items: list[_T], act: Callable[[_T], object], budget_s: float, advance: Advance
 ) -> tuple[int, float]:
     """How many were acted on within the time, and the seconds it took."""
     start = time.perf_counter()
@@ -338,9 +338,7 @@ def _measure_read(bench: _Bench, advance: Advance) -> Figures:
 def _measure_threads_read(bench: _Bench, advance: Advance) -> Figures:
     bench.make_cold()
     amounts = bench.amounts
-    rate = disk_io.read_in_threads(
-        bench.large, amounts.num_threads, bench.direct, amounts.budget_s
-    )
+    rate = disk_io.read_in_threads(bench.large, amounts.num_threads, bench.direct, amounts.budget_s)
     return {"threads_read_bytes_per_s": rate}
 
 
