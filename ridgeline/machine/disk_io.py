@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
@@ -26,13 +27,16 @@ DIRECT, FADVISE, MEMORY = "O_DIRECT", "fadvise", "memory"
 Advance = Callable[[float], None]
 """Told the share of a measurement that is done, 0 to 1."""
 
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+
 # What a file system without O_DIRECT, or with another alignment, answers.
 _NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def aligned_buffer(num_bytes: int, random: bool = False) -> mmap.mmap:
     """Memory for blocks; random bytes where it is written, so that compression cannot flatter."""
-    buffer = mmap.mmap(-1, num_bytes)
+    # There before the clock runs: the first touch of each page would cost as much as a fast read.
+    buffer = mmap.mmap(-1, num_bytes, flags=_ANONYMOUS)
     if random:
         buffer.write(os.urandom(num_bytes))
     return buffer
@@ -111,6 +115,19 @@ def drop_all(paths: list[Path], num_threads: int, advance: Advance) -> None:
             advance(count / len(paths))
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How many blocks were read, and when by the clock that counts from nowhere."""
+
+    num_blocks: int
+    start_s: float
+    end_s: float
+
+    @property
+    def blocks_per_s(self) -> float:
+        return self.num_blocks / max(self.end_s - self.start_s, 1e-9)
+
+
 def read_blocks(
     path: Path,
     offsets: Iterable[int],
@@ -122,11 +139,11 @@ def read_blocks(
     stop: Event | None = None,
     advance: Advance = lambda _: None,
     total: int = 1,
-) -> tuple[int, float]:
-    """Blocks read and the seconds it took, by one thread."""
+) -> Reading:
+    """Read blocks in the order given, by one thread; fewer where time ran out."""
     buffer = aligned_buffer(block_bytes)
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    count = 0
+    count, start = 0, time.perf_counter()
     try:
         if at_random and not direct:
             # Else the kernel reads on behind each block, and the next one is there by luck.
@@ -139,10 +156,10 @@ def read_blocks(
             advance(count / total)
             if (stop is not None and stop.is_set()) or time.perf_counter() - start > budget_s:
                 break
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
     finally:
         os.close(descriptor)
-    return count, seconds
+    return Reading(count, start, end)
 
 
 def read_in_threads(path: Path, num_threads: int, direct: bool, budget_s: float) -> float:
@@ -151,17 +168,19 @@ def read_in_threads(path: Path, num_threads: int, direct: bool, budget_s: float)
     bounds = [num_blocks * i // num_threads for i in range(num_threads + 1)]
     stop = Event()
 
-    def part(first: int, last: int) -> int:
+    def part(first: int, last: int) -> Reading:
         offsets = range(first * BLOCK_BYTES, last * BLOCK_BYTES, BLOCK_BYTES)
-        return read_blocks(path, offsets, BLOCK_BYTES, direct=direct, budget_s=budget_s, stop=stop)[
-            0
-        ]
+        return read_blocks(path, offsets, BLOCK_BYTES, direct=direct, budget_s=budget_s, stop=stop)
 
-    start = time.perf_counter()
     with ThreadPoolExecutor(num_threads) as pool:
         try:
-            counts = list(pool.map(part, bounds[:-1], bounds[1:]))
+            parts = list(pool.map(part, bounds[:-1], bounds[1:]))
         except BaseException:
             stop.set()
             raise
-    return sum(counts) * BLOCK_BYTES / (time.perf_counter() - start)
+    whole = Reading(
+        sum(part.num_blocks for part in parts),
+        min(part.start_s for part in parts),
+        max(part.end_s for part in parts),
+    )
+    return whole.blocks_per_s * BLOCK_BYTES

@@ -62,6 +62,7 @@ class Amounts:
     """After this a measurement ends with what it has done, so that a slow disk does not take an hour."""
 
 
+NORMAL = Amounts()
 QUICK = Amounts(size_bytes=64 * 2**20, num_files=400, num_small=300, budget_s=1.0)
 
 _T = TypeVar("_T")
@@ -70,7 +71,7 @@ Figures = dict[str, float]
 
 
 def measure_storage(
-    path: Path, amounts: Amounts = Amounts(), tell: Tell = lambda _what, _share: None
+    path: Path, amounts: Amounts = NORMAL, tell: Tell = lambda _what, _share: None
 ) -> StorageFacts:
     """Facts of the file system under the directory `path`, which is left as it was found."""
     began = time.time()
@@ -359,7 +360,7 @@ def _measure_cached(bench: _Bench, advance: Advance) -> Figures:
 def _read_large(bench: _Bench, direct: bool, advance: Advance) -> float:
     """Bytes a second of one thread from start to end."""
     offsets = range(0, bench.large.stat().st_size, BLOCK_BYTES)
-    count, seconds = disk_io.read_blocks(
+    reading = disk_io.read_blocks(
         bench.large,
         offsets,
         BLOCK_BYTES,
@@ -368,7 +369,7 @@ def _read_large(bench: _Bench, direct: bool, advance: Advance) -> float:
         advance=advance,
         total=len(offsets),
     )
-    return count * BLOCK_BYTES / max(seconds, 1e-9)
+    return reading.blocks_per_s * BLOCK_BYTES
 
 
 def _read_random(bench: _Bench, direct: bool, advance: Advance) -> float:
@@ -376,7 +377,7 @@ def _read_random(bench: _Bench, direct: bool, advance: Advance) -> float:
     offsets = list(range(0, bench.large.stat().st_size, RANDOM_READ_BYTES))
     random.Random(0).shuffle(offsets)
     del offsets[bench.amounts.num_small :]
-    count, seconds = disk_io.read_blocks(
+    reading = disk_io.read_blocks(
         bench.large,
         offsets,
         RANDOM_READ_BYTES,
@@ -386,7 +387,7 @@ def _read_random(bench: _Bench, direct: bool, advance: Advance) -> float:
         advance=advance,
         total=len(offsets),
     )
-    return count / max(seconds, 1e-9)
+    return reading.blocks_per_s
 
 
 MEASUREMENTS: tuple[tuple[str, Callable[[_Bench, Advance], Figures], bool], ...] = (
