@@ -111,8 +111,12 @@ def drop_pages(path: Path) -> None:
 def drop_all(paths: list[Path], num_threads: int, advance: Advance) -> None:
     """`drop_pages` of many, by several threads because each waits for the disk."""
     with ThreadPoolExecutor(num_threads) as pool:
-        for count, _ in enumerate(pool.map(drop_pages, paths), start=1):
-            advance(count / len(paths))
+        try:
+            for count, _ in enumerate(pool.map(drop_pages, paths), start=1):
+                advance(count / len(paths))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,7 @@ def read_blocks(
     block_bytes: int,
     *,
     direct: bool,
+    buffer: mmap.mmap | None = None,
     at_random: bool = False,
     budget_s: float = float("inf"),
     stop: Event | None = None,
@@ -141,7 +146,7 @@ def read_blocks(
     total: int = 1,
 ) -> Reading:
     """Read blocks in the order given, by one thread; fewer where time ran out."""
-    buffer = aligned_buffer(block_bytes)
+    buffer = buffer or aligned_buffer(block_bytes)
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     count, start = 0, time.perf_counter()
     try:
@@ -166,15 +171,24 @@ def read_in_threads(path: Path, num_threads: int, direct: bool, budget_s: float)
     """Bytes a second of all threads together, each reading its own part of the file from start to end."""
     num_blocks = path.stat().st_size // BLOCK_BYTES
     bounds = [num_blocks * i // num_threads for i in range(num_threads + 1)]
+    buffers = [aligned_buffer(BLOCK_BYTES) for _ in range(num_threads)]
     stop = Event()
 
-    def part(first: int, last: int) -> Reading:
-        offsets = range(first * BLOCK_BYTES, last * BLOCK_BYTES, BLOCK_BYTES)
-        return read_blocks(path, offsets, BLOCK_BYTES, direct=direct, budget_s=budget_s, stop=stop)
+    def part(index: int) -> Reading:
+        offsets = range(bounds[index] * BLOCK_BYTES, bounds[index + 1] * BLOCK_BYTES, BLOCK_BYTES)
+        return read_blocks(
+            path,
+            offsets,
+            BLOCK_BYTES,
+            direct=direct,
+            buffer=buffers[index],
+            budget_s=budget_s,
+            stop=stop,
+        )
 
     with ThreadPoolExecutor(num_threads) as pool:
         try:
-            parts = list(pool.map(part, bounds[:-1], bounds[1:]))
+            parts = list(pool.map(part, range(num_threads)))
         except BaseException:
             stop.set()
             raise

@@ -12,10 +12,10 @@ import dataclasses
 import errno
 import os
 import random
+import secrets
 import shutil
 import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +80,8 @@ def measure_storage(
         amounts, notes = fit_amounts(facts, amounts)
         bench = _Bench(folder, amounts, disk_io.how_uncached(folder, facts.kind))
         figures, problems = _measure_all(bench, path, tell)
+    if folder.exists():
+        problems = (*problems, f"{folder} could not be removed; remove it by hand")
     known: dict[str, object] = {**figures}
     return dataclasses.replace(
         facts,
@@ -126,11 +128,13 @@ def scratch_in(path: Path) -> Iterator[Path]:
         raise UsageError(f"{path} does not exist; give a directory that does")
     if not path.is_dir():
         raise UsageError(f"{path} is no directory; give the one it is in, {path.parent}")
+    # Named before it is made: an interrupt between the two leaves nothing behind either.
+    folder = path / f".ridgeline-storage-{secrets.token_hex(8)}"
     try:
-        folder = Path(tempfile.mkdtemp(prefix=".ridgeline-storage-", dir=path))
-    except OSError as error:
-        raise _cannot_begin(path, error) from error
-    try:
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise _cannot_begin(path, error) from error
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

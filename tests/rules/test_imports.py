@@ -38,7 +38,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("verify",),
     ("scaling", "search", "export", "report"),
     ("compat",),
-    ("cli_checkpoint",),
+    ("cli_checkpoint", "cli_machine"),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -57,7 +57,12 @@ TORCH_FREE = (
     "ridgeline.checkpoint.describe",
     "ridgeline.checkpoint.damage",
     "ridgeline.report.build",
+    "ridgeline.machine.storage",
+    "ridgeline.machine.verdict",
+    "ridgeline.machine.record",
+    "ridgeline.machine.show",
     "ridgeline.cli_checkpoint",
+    "ridgeline.cli_machine",
     "ridgeline.cli",
 )
 
