@@ -42,10 +42,10 @@ def read_machine(path: Path) -> dict[str, Any]:
 
 def check_writable(path: Path) -> None:
     """Raise before a minute is spent on measuring what could not be kept."""
-    read_machine(path)
-    folder = path.absolute().parent
     if path.is_dir():
         raise UsageError(f"{path} of --out is a directory; name a file, as {path / 'machine.json'}")
+    read_machine(path)
+    folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"{path} of --out is in {folder}, which does not exist; make it first")
     if not os.access(folder, os.W_OK):

@@ -100,7 +100,8 @@ def judge_small_files(facts: StorageFacts) -> Verdict:
     minutes = 1e6 / facts.create_files_per_s / 60
     reasons = [
         f"{facts.read_files_per_s:,.0f} files read/s, {_for_workers(together)}",
-        f"{facts.create_files_per_s:,.0f} made/s (at least {CREATES_PER_S}): a million in {minutes:,.0f} min",
+        f"{facts.create_files_per_s:,.0f} made/s (at least {CREATES_PER_S}): a million in "
+        f"{minutes:,.0f} min",
     ]
     good = together >= SAMPLES_PER_S and facts.create_files_per_s >= CREATES_PER_S
     return _verdict("small files", good, reasons)

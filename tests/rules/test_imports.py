@@ -155,7 +155,10 @@ def test_imports_without_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("args", [["--help"], ["config", "show", "digits"], ["recipes"]])
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["config", "show", "digits"], ["recipes"], ["machine", "storage", "--help"]],
+)
 def test_commands_run_without_torch(args: list[str]) -> None:
     code = f"{NO_TORCH}\nimport sys\nsys.argv = ['ridgeline', *{args!r}]\n"
     code += "from ridgeline.cli import main\nmain()"
