@@ -45,6 +45,8 @@ LEAST_SIZE_BYTES = BLOCK_BYTES
 LEAST_FILES = 50
 """Fewer small files say nothing about many."""
 
+TELL_EVERY_S = 0.05
+
 Tell = Callable[[str, float], None]
 """Told what is being measured, and the share of everything that is done, 0 to 1."""
 
@@ -219,11 +221,7 @@ def _measure_all(bench: _Bench, path: Path, tell: Tell) -> tuple[Figures, tuple[
     for index, (what, measure, needs_large) in enumerate(MEASUREMENTS):
         if needs_large and not bench.large.exists():
             continue
-
-        def advance(share: float, index: int = index, what: str = what) -> None:
-            tell(what, (index + min(share, 1.0)) / len(MEASUREMENTS))
-
-        advance(0.0)
+        advance = _advance_of(index, what, tell)
         try:
             figures |= measure(bench, advance)
         except OSError as error:
@@ -231,6 +229,21 @@ def _measure_all(bench: _Bench, path: Path, tell: Tell) -> tuple[Figures, tuple[
             problems.append(_problem(what, path, error))
     tell("done", 1.0)
     return figures, tuple(problems)
+
+
+def _advance_of(index: int, what: str, tell: Tell) -> Advance:
+    """Tells how far one measurement is, now and then: a bar drawn after each read would be measured."""
+    last_s = float("-inf")
+
+    def advance(share: float) -> None:
+        nonlocal last_s
+        now = time.perf_counter()
+        if now - last_s >= TELL_EVERY_S:
+            last_s = now
+            tell(what, (index + min(share, 1.0)) / len(MEASUREMENTS))
+
+    advance(0.0)
+    return advance
 
 
 def _problem(what: str, path: Path, error: OSError) -> str:

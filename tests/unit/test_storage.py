@@ -315,6 +315,14 @@ def test_everything_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert {what for what, _ in said} >= {what for what, _, _ in storage.MEASUREMENTS}
 
 
+def test_a_bar_is_not_drawn_after_each_read() -> None:
+    told: list[float] = []
+    advance = storage._advance_of(0, "random reads", lambda _, share: told.append(share))
+    for count in range(1000):
+        advance(count / 1000)
+    assert 1 <= len(told) < 100
+
+
 def test_the_files_are_as_large_and_as_many_as_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -686,7 +694,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
         assert process.stdout.readline() == "writing\n"
         assert len(list(tmp_path.iterdir())) == 1
         process.send_signal(number)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 1
