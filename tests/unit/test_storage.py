@@ -28,7 +28,7 @@ from ridgeline.machine.verdict import GOOD, POOR, UNKNOWN, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB, GIB = 2**20, 2**30
-TINY = Amounts(size_bytes=8 * MIB, num_files=60, num_threads=2, num_small=10, budget_s=2.0)
+TINY = Amounts(size_bytes=8 * MIB, num_files=20, num_threads=2, num_small=5, budget_s=2.0)
 FIGURES = [f.name for f in dataclasses.fields(StorageFacts) if "_per_s" in f.name]
 
 
@@ -307,7 +307,7 @@ def test_everything_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
         pytest.skip("the file system of the tests has no O_DIRECT")
     assert all(getattr(facts, name) > 0 for name in FIGURES)
     assert 0 < facts.sync_write_median_s <= facts.sync_write_p99_s
-    assert (facts.size_bytes, facts.num_files, facts.num_threads) == (8 * MIB, 60, 2)
+    assert (facts.size_bytes, facts.num_files, facts.num_threads) == (8 * MIB, 20, 2)
     assert list(tmp_path.iterdir()) == []
     shares = [share for _, share in said]
     assert shares == sorted(shares)
@@ -340,11 +340,11 @@ def test_the_files_are_as_large_and_as_many_as_asked(
 
     monkeypatch.setattr(disk_io, "drop_all", drop_all)
     monkeypatch.setattr(disk_io, "read_in_threads", read)
-    monkeypatch.setattr(storage, "FILES_A_FOLDER", 20)
+    monkeypatch.setattr(storage, "FILES_A_FOLDER", 7)
     measure_storage(tmp_path, TINY)
     sizes = seen["sizes"]
     assert isinstance(sizes, list)
-    assert len(sizes) == 60
+    assert len(sizes) == 20
     assert all(4096 <= size <= 10240 for size in sizes)
     assert len(set(sizes)) > 10
     assert (seen["folders"], seen["large"], seen["threads"]) == (3, 8 * MIB, 2)
@@ -565,7 +565,7 @@ def command(monkeypatch, capsys):
     """Runs `ridgeline machine storage ARGS` in this process through its real entry point."""
 
     def run(*args: object) -> tuple[int, str, str]:
-        words = ["--size", "8M", "--files", "60", "--threads", "2", "--quick"]
+        words = ["--size", "8M", "--files", "20", "--threads", "2", "--quick"]
         monkeypatch.setattr(
             sys, "argv", ["ridgeline", "machine", "storage", *words, *map(str, args)]
         )
@@ -597,7 +597,7 @@ def test_command_prints_a_table_and_verdicts(command, tmp_path: Path) -> None:
         )
     assert f"added to {tmp_path / 'machine.json'}" in out
     (row,) = json.loads((tmp_path / "machine.json").read_text())["storage"]
-    assert (row["path"], row["size_bytes"], row["num_files"]) == (str(path), 8 * MIB, 60)
+    assert (row["path"], row["size_bytes"], row["num_files"]) == (str(path), 8 * MIB, 20)
     assert row["num_threads"] == 2
 
 
@@ -674,7 +674,7 @@ def again(descriptor, buffer, offset):
     real(descriptor, buffer, 0)
     return 0
 disk_io.write_all = again
-sys.argv = ["ridgeline", "machine", "storage", "--size", "8M", "--files", "10", sys.argv[1]]
+sys.argv = ["ridgeline", "machine", "storage", "--quick", "--files", "10", sys.argv[1]]
 from ridgeline.cli import main
 main()
 """
