@@ -328,9 +328,10 @@ def test_the_files_are_as_large_and_as_many_as_asked(
 ) -> None:
     seen: dict[str, object] = {}
 
-    def drop_all(paths: list[Path], *_: object) -> None:
+    def drop_all(paths: list[Path], *_: object) -> int:
         seen["sizes"] = [path.stat().st_size for path in paths]
         seen["folders"] = len({path.parent for path in paths})
+        return len(paths)
 
     real = disk_io.read_in_threads
 
@@ -371,6 +372,17 @@ def test_without_o_direct_pages_are_dropped(
     assert all(getattr(facts, name) > 0 for name in FIGURES if name != "uncached_write_bytes_per_s")
     # Every small file, and the large one before each of three reads.
     assert len(dropped) == TINY.num_files + 3
+
+
+def test_files_that_there_was_no_time_to_drop_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / f"{i}" for i in range(50)]
+    for path in paths:
+        path.write_text("x")
+    monkeypatch.setattr(disk_io, "drop_pages", lambda path: time.sleep(0.01))
+    assert disk_io.drop_all(paths, 1, 10.0, lambda _: None) == 50
+    assert 1 <= disk_io.drop_all(paths, 1, 0.05, lambda _: None) < 25
 
 
 def test_memory_is_said_to_be_memory(tmpfs: Callable[..., Path]) -> None:
@@ -563,6 +575,10 @@ def test_machine_json_is_whole_or_as_it_was(
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Runs `ridgeline machine storage ARGS` in this process through its real entry point."""
+
+    # The options that are given have to win over these.
+    quick = dataclasses.replace(TINY, size_bytes=16 * MIB, num_files=30, num_threads=3)
+    monkeypatch.setattr(storage, "QUICK", quick)
 
     def run(*args: object) -> tuple[int, str, str]:
         words = ["--size", "8M", "--files", "20", "--threads", "2", "--quick"]
