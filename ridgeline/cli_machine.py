@@ -35,7 +35,7 @@ def machine() -> None:
 @machine_app.command()
 def storage(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Directories, one a file system.")
+        list[Path], typer.Argument(metavar="PATH", help="Directories, one a file system.")
     ],
     size: Annotated[
         str | None,

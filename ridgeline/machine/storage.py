@@ -67,7 +67,7 @@ class Amounts:
 
 
 NORMAL = Amounts()
-QUICK = Amounts(size_bytes=64 * 2**20, num_files=400, num_small=300, budget_s=1.0)
+QUICK = Amounts(size_bytes=64 * 2**20, num_files=400, num_small=300, budget_s=0.7)
 
 _T = TypeVar("_T")
 Figures = dict[str, float]
