@@ -38,7 +38,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("verify",),
     ("scaling", "search", "export", "report"),
     ("compat",),
-    ("cli_checkpoint", "cli_data"),
+    ("cli_checkpoint", "cli_machine"),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -57,9 +57,12 @@ TORCH_FREE = (
     "ridgeline.checkpoint.describe",
     "ridgeline.checkpoint.damage",
     "ridgeline.report.build",
+    "ridgeline.machine.storage",
+    "ridgeline.machine.verdict",
+    "ridgeline.machine.record",
+    "ridgeline.machine.show",
     "ridgeline.cli_checkpoint",
-    "ridgeline.cli_data",
-    "ridgeline.data.pack",
+    "ridgeline.cli_machine",
     "ridgeline.cli",
 )
 
@@ -152,7 +155,10 @@ def test_imports_without_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("args", [["--help"], ["config", "show", "digits"], ["recipes"]])
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["config", "show", "digits"], ["recipes"], ["machine", "storage", "--help"]],
+)
 def test_commands_run_without_torch(args: list[str]) -> None:
     code = f"{NO_TORCH}\nimport sys\nsys.argv = ['ridgeline', *{args!r}]\n"
     code += "from ridgeline.cli import main\nmain()"

@@ -1,0 +1,187 @@
+"""`ridgeline machine`: measure the machine under a run.
+
+`storage` says what the file systems are good for: what `dd` tells of large and small writes, and what it
+does not tell of small files, random reads and many readers. No command here needs torch, so that they work
+on a login node. Added to the app by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ridgeline.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from ridgeline.facts import StorageFacts
+    from ridgeline.machine.storage import Amounts, Tell
+
+machine_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+
+@machine_app.callback()
+def machine() -> None:
+    """Measure this machine."""
+
+
+@machine_app.command()
+def storage(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH", help="Directories, one a file system.")
+    ],
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the large file, e.g. 4GiB; at most a quarter of the room. Default 1GiB."
+        ),
+    ] = None,
+    files: Annotated[int | None, typer.Option(min=1, help="Small files; default 2000.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Readers at once; default 8.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="64 MiB and 400 files: seconds, and less certain.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Add what was measured to this machine.json.")
+    ] = None,
+) -> None:
+    """Measure file systems, and say which is good for environments, data and checkpoints."""
+    from ridgeline.machine.record import check_writable
+
+    amounts = _amounts(quick, size, files, threads)
+    if out is not None:
+        check_writable(out)
+    measured: list[StorageFacts] = []
+    try:
+        for path in dict.fromkeys(paths):
+            measured.append(_measure(path, amounts))  # noqa: PERF401 (what is done is kept)
+    finally:
+        # Figures that took a minute are not thrown away for a slip in the path after them.
+        _keep_and_show(measured, as_json, out)
+    problems = [problem for facts in measured for problem in facts.problems]
+    if problems:
+        raise RunError("; ".join(problems))
+
+
+def _amounts(quick: bool, size: str | None, files: int | None, threads: int | None) -> Amounts:
+    from ridgeline.machine.storage import LEAST_SIZE_BYTES, NORMAL, QUICK
+
+    amounts = QUICK if quick else NORMAL
+    size_bytes = amounts.size_bytes if size is None else parse_size(size, "--size")
+    if size_bytes < LEAST_SIZE_BYTES:
+        raise UsageError(f"{size!r} in --size measures nothing; give 4MiB or more")
+    return dataclasses.replace(
+        amounts,
+        size_bytes=size_bytes,
+        num_files=files or amounts.num_files,
+        num_threads=threads or amounts.num_threads,
+    )
+
+
+def parse_size(text: str, place: str) -> int:
+    """Bytes of a size as people write it; units are powers of 1024, as they are for `dd`.
+
+    >>> parse_size("4096", "--size"), parse_size("64M", "--size"), parse_size("1.5 GiB", "--size")
+    (4096, 67108864, 1610612736)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", text.strip().lower())
+    number = float(match[1]) * 1024 ** (" kmgt".index(match[2] or " ")) if match else 0.0
+    if number < 1:
+        raise UsageError(f"{text!r} in {place} is no size; write it as 512MiB or 4GiB")
+    return int(number)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Ctrl-C, a scheduler's SIGTERM and a lost terminal end the measuring, not its cleaning up: the
+    first one raises, those after it are passed over."""
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # Under `nohup` a lost terminal is to be passed over, and stays so.
+    known = [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def end(_number: int, _frame: object) -> None:
+        for number in known:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, end) for number in known]
+    try:
+        yield
+    finally:
+        for number, handler in zip(known, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _measure(path: Path, amounts: Amounts) -> StorageFacts:
+    from ridgeline.machine.storage import measure_storage
+
+    try:
+        with _ended_in_order(), _bar(str(path)) as tell:
+            return measure_storage(path, amounts, tell)
+    except KeyboardInterrupt:
+        raise RunError(
+            f"interrupted while {path} was measured; what was written there is removed, and it has no "
+            "figures: start again, with --quick for a shorter time"
+        ) from None
+
+
+@contextmanager
+def _bar(path: str) -> Iterator[Tell]:
+    """A progress bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _what, _share: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(path, total=1.0)
+        yield lambda what, share: progress.update(
+            task, completed=share, description=f"{path}: {what}"
+        )
+
+
+def _keep_and_show(measured: list[StorageFacts], as_json: bool, out: Path | None) -> None:
+    from ridgeline.machine.record import add_storage
+    from ridgeline.machine.verdict import judge
+
+    if not measured:
+        return
+    if as_json:
+        rows = [
+            {**facts.to_dict(), "verdicts": [dataclasses.asdict(v) for v in judge(facts)]}
+            for facts in measured
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        from ridgeline.machine.show import show_storage
+
+        show_storage(measured)
+    if out is None:
+        return
+    try:
+        add_storage(out, measured)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {out} of --out ({error.strerror}); name another file"
+        ) from error
+    if not as_json:
+        typer.echo(f"added to {out}")

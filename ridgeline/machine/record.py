@@ -1,0 +1,83 @@
+"""`machine.json`: what has been measured on a machine, each kind under a key of its own.
+
+A measurement adds to the file and leaves what others have put there. It is written aside and renamed, so
+that a reader never sees half of it. Called by `cli_machine.py`; imports without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import UsageError
+from ridgeline.facts import StorageFacts
+
+STORAGE = "storage"
+
+
+def read_machine(path: Path) -> dict[str, Any]:
+    """What the file holds, nothing where there is none; a `UsageError` where it is something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path} of --out ({error.strerror}); name another file"
+        ) from error
+    except ValueError as error:
+        raise UsageError(
+            f"{path} of --out holds no JSON ({error}); name another file, or remove it"
+        ) from error
+    if not isinstance(found, dict) or not isinstance(found.get(STORAGE, []), list):
+        raise UsageError(
+            f"{path} of --out holds JSON of another kind than a machine.json; name another file"
+        )
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """Raise before a minute is spent on measuring what could not be kept."""
+    if path.is_dir():
+        raise UsageError(f"{path} of --out is a directory; name a file, as {path / 'machine.json'}")
+    read_machine(path)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path} of --out is in {folder}, which does not exist; make it first")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{folder} of --out may not be written to by you; name another file")
+
+
+def add_storage(path: Path, measured: Iterable[StorageFacts]) -> None:
+    """Put the facts under `storage`, in the place of older ones of the same directory and host."""
+    rows = [facts.to_dict() for facts in measured]
+    whole = read_machine(path)
+    fresh = {_place(row) for row in rows}
+    kept = [row for row in whole.get(STORAGE, []) if _place(row) not in fresh]
+    _write_json(path, {**whole, STORAGE: [*kept, *rows]})
+
+
+def _place(row: Any) -> tuple[Any, Any]:
+    """A path means another disk on another node."""
+    return (row.get("host"), row.get("path")) if isinstance(row, dict) else (None, None)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    target = path.resolve()
+    descriptor, aside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # A temporary file is its owner's alone; the one it replaces was not.
+        os.chmod(aside, target.stat().st_mode & 0o777 if target.exists() else 0o644)
+        os.replace(aside, target)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,140 @@
+"""Measured file systems as a table, a column a path, and their verdicts below it.
+
+Called by `cli_machine.py`; imports without torch. Into a file or a pipe the table goes as wide as it has to
+be, on a terminal it is as wide as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ridgeline.facts import QuotaFacts, StorageFacts
+from ridgeline.machine.storage import RANDOM_READ_BYTES
+from ridgeline.machine.verdict import GOOD, POOR, judge
+
+WIDE = 1000
+_COLOURS = {GOOD: "green", POOR: "red"}
+
+
+def show_storage(measured: Sequence[StorageFacts], console: Console | None = None) -> None:
+    """Print the table, what was done otherwise than asked, and what each path is good for."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=WIDE)
+    console.print(build_table(measured))
+    for facts in measured:
+        console.print(Text(facts.path, style="bold"))
+        for line in (*facts.notes, *(f"NOT MEASURED: {problem}" for problem in facts.problems)):
+            console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+        console.print(Padding(_verdicts(facts), (0, 0, 0, 2), expand=False))
+
+
+def build_table(measured: Sequence[StorageFacts]) -> Table:
+    table = Table()
+    table.add_column("")
+    for facts in measured:
+        table.add_column(Text(facts.path), justify="right", overflow="fold", max_width=48)
+    for name, cell in ROWS:
+        table.add_row(name, *(Text(cell(facts)) for facts in measured))
+    return table
+
+
+def _verdicts(facts: StorageFacts) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for verdict in judge(facts):
+        rating = Text(verdict.rating, style=_COLOURS.get(verdict.rating, "yellow"))
+        table.add_row(verdict.use, rating, Text(verdict.reason))
+    return table
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 2**10:,.0f} KiB"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value / 2**20:,.0f} MiB/s"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} /s"
+
+
+def _file_system(facts: StorageFacts) -> str:
+    return f"{facts.fs_type}, {facts.kind}"
+
+
+def _disk(facts: StorageFacts) -> str:
+    """What the kernel says; for a virtual disk it need not be so."""
+    if not facts.device:
+        return "-"
+    return f"{facts.device}, {'rotational' if facts.rotational else 'not rotational'}"
+
+
+def _room(facts: StorageFacts) -> str:
+    return f"{_bytes(facts.free_bytes)} of {_bytes(facts.total_bytes)}"
+
+
+def _inodes(facts: StorageFacts) -> str:
+    if facts.num_inodes is None or facts.num_free_inodes is None:
+        return "no fixed number"
+    return f"{facts.num_free_inodes:,} of {facts.num_inodes:,}"
+
+
+def _quotas(facts: StorageFacts) -> str:
+    return "\n".join(_quota(quota) for quota in facts.quotas) or "none found"
+
+
+def _quota(quota: QuotaFacts) -> str:
+    space = "no limit" if quota.limit_bytes is None else _bytes(quota.limit_bytes)
+    files = "no limit" if quota.max_files is None else f"{quota.max_files:,}"
+    return f"{quota.owner}: {_bytes(quota.used_bytes)} of {space}, {quota.num_files:,} files of {files}"
+
+
+def _sync(facts: StorageFacts) -> str:
+    if facts.sync_write_median_s is None or facts.sync_write_p99_s is None:
+        return "-"
+    median, p99 = facts.sync_write_median_s * 1e3, facts.sync_write_p99_s * 1e3
+    return f"{median:,.3f} / {p99:,.3f} ms"
+
+
+def _random(reads_per_s: float | None) -> str:
+    if reads_per_s is None:
+        return "-"
+    return f"{reads_per_s:,.0f} /s, {_rate(reads_per_s * RANDOM_READ_BYTES)}"
+
+
+ROWS: tuple[tuple[str, Callable[[StorageFacts], str]], ...] = (
+    ("file system", _file_system),
+    ("mounted with", lambda facts: ",".join(facts.mount_options)),
+    ("disk", _disk),
+    ("free", _room),
+    ("free inodes", _inodes),
+    ("quota", _quotas),
+    ("large file", lambda facts: _bytes(facts.size_bytes)),
+    ("  write and fsync", lambda facts: _rate(facts.write_bytes_per_s)),
+    ("  write, uncached", lambda facts: _rate(facts.uncached_write_bytes_per_s)),
+    ("  read, uncached", lambda facts: _rate(facts.read_bytes_per_s)),
+    (
+        "  read by threads, uncached",
+        lambda facts: f"{facts.num_threads}: {_rate(facts.threads_read_bytes_per_s)}",
+    ),
+    ("  read, cached", lambda facts: _rate(facts.cached_read_bytes_per_s)),
+    ("  random 128 KiB, uncached", lambda facts: _random(facts.random_reads_per_s)),
+    ("  random 128 KiB, cached", lambda facts: _random(facts.cached_random_reads_per_s)),
+    ("  uncached by", lambda facts: facts.uncached_by),
+    ("512-byte synchronous writes", lambda facts: _count(facts.sync_writes_per_s)),
+    ("  median / 99th of 100", _sync),
+    ("small files", lambda facts: f"{facts.num_files:,}"),
+    ("  create", lambda facts: _count(facts.create_files_per_s)),
+    ("  stat", lambda facts: _count(facts.stat_files_per_s)),
+    ("  open and read", lambda facts: _count(facts.read_files_per_s)),
+    ("measured in", lambda facts: f"{facts.measured_s:.1f} s"),
+)
