@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import socket
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -141,6 +142,22 @@ class Mesh:
         self._groups[key] = made[key]
         return made[key]
 
+    def node_groups(self, purpose: str, timeout: timedelta) -> NodeGroups:
+        """Groups over the CPU's network in which nodes talk as nodes; every rank calls it, once."""
+        world = dist.new_group(timeout=timeout, backend="gloo", group_desc=SIDE + purpose)
+        places: list[tuple[str, int]] = [("", 0)] * self.env.world_size
+        dist.all_gather_object(places, (socket.gethostname(), self.env.local_rank), group=world)
+        leaders = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
+        mine = [rank for rank in leaders if rank == self.env.rank]
+        mine += [rank for rank in leaders if places[rank][0] == places[self.env.rank][0]]
+        node = leaders.index(mine[0]) if mine else 0
+        if self.env.rank not in leaders or len(leaders) == 1:
+            return NodeGroups(node, len(leaders), world, None)
+        first = dist.new_group(
+            leaders, timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+        return NodeGroups(node, len(leaders), world, first)
+
     @property
     def is_main(self) -> bool:
         """Whether this rank speaks for the job: writes records, owns the terminal."""
@@ -156,6 +173,18 @@ class Mesh:
         """The axes from the slowest links to the fastest, as in `pp=2 > dp=4 > tp=2`."""
         used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
         return " > ".join(used) or "one process"
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """This rank's node among the nodes, and who speaks for it."""
+
+    node: int
+    num_nodes: int
+    world: dist.ProcessGroup
+    """All ranks."""
+    leaders: dist.ProcessGroup | None
+    """The first rank of each node; None on the others, and where there is one node."""
 
 
 def choose_device(choice: str, env: RankEnv) -> torch.device:

@@ -167,9 +167,7 @@ class _Walk:
                         if self._take(entry, name):
                             left.append(name)
             except OSError as error:
-                raise StageProblem(
-                    f"cannot list {self.root / folder}: {error.strerror}"
-                ) from error
+                raise StageProblem(f"cannot list {self.root / folder}: {error.strerror}") from error
 
     def _take(self, entry: os.DirEntry[str], name: str) -> bool:
         """Whether the entry is a folder to be entered."""
@@ -266,7 +264,9 @@ class Sending:
     size: int
 
 
-def plan_sendings(listing: Listing, wants: Sequence[set[int]], has: Sequence[set[int]]) -> list[Sending]:
+def plan_sendings(
+    listing: Listing, wants: Sequence[set[int]], has: Sequence[set[int]]
+) -> list[Sending]:
     """Each block that some node wants, sent by one: by one that has it, else whoever reads least.
 
     `wants` and `has` are by node. Nodes take turns, so that all of them read at the same time.

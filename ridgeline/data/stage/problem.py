@@ -13,6 +13,19 @@ class StageProblem(Exception):
     """One sentence for the user."""
 
 
+class NoRoom(StageProblem):
+    """The data do not fit."""
+
+
+class SourceChanged(StageProblem):
+    """The source is no longer what was listed, so nothing copied from it is of use."""
+
+
+def is_useless(error: BaseException) -> bool:
+    """Whether what was copied so far is in the way, rather than something to go on with."""
+    return isinstance(error, NoRoom | SourceChanged) or is_full(error)
+
+
 def is_full(error: BaseException) -> bool:
     """Whether the disk, or the user's share of it, has no room left."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -72,7 +72,9 @@ def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
     real = Path(os.path.realpath(path))
     best: Mount | None = None
     for mount in mounts:
-        if real.is_relative_to(mount.point) and (best is None or len(mount.point) >= len(best.point)):
+        if real.is_relative_to(mount.point) and (
+            best is None or len(mount.point) >= len(best.point)
+        ):
             best = mount
     return best
 
@@ -180,7 +182,9 @@ def choose(
         if candidate.taken:
             return candidate
     raise StageProblem(
-        "no folder of this node takes the data: " + "; ".join(map(str, looked)) + "; name one instead of auto"
+        "no folder of this node takes the data: "
+        + "; ".join(map(str, looked))
+        + "; name one instead of auto"
     )
 
 
