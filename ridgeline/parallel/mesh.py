@@ -136,15 +136,11 @@ class Mesh:
         it, and gets the same one every time. None for one process."""
         if self.world_group is None:
             return None
-        made, key = _groups_made(), (SIDE + purpose,)
-        if key not in made:
-            made[key] = dist.new_group(timeout=self.timeout, backend="gloo", group_desc=key[0])
-        self._groups[key] = made[key]
-        return made[key]
+        return self._made_group(SIDE + purpose, None, self.timeout)
 
     def node_groups(self, purpose: str, timeout: timedelta) -> NodeGroups:
-        """Groups over the CPU's network in which nodes talk as nodes; every rank calls it, once."""
-        world = dist.new_group(timeout=timeout, backend="gloo", group_desc=SIDE + purpose)
+        """Groups over the CPU's network in which nodes talk as nodes; every rank calls it."""
+        world = self._made_group(SIDE + purpose, None, timeout)
         places: list[tuple[str, int]] = [("", 0)] * self.env.world_size
         dist.all_gather_object(places, (socket.gethostname(), self.env.local_rank), group=world)
         leaders = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
@@ -153,10 +149,24 @@ class Mesh:
         node = leaders.index(mine[0]) if mine else 0
         if self.env.rank not in leaders or len(leaders) == 1:
             return NodeGroups(node, len(leaders), world, None)
-        first = dist.new_group(
-            leaders, timeout=timeout, backend="gloo", use_local_synchronization=True
-        )
-        return NodeGroups(node, len(leaders), world, first)
+        name = f"{SIDE}{purpose}-{'-'.join(map(str, leaders))}"
+        return NodeGroups(node, len(leaders), world, self._made_group(name, leaders, timeout))
+
+    def _made_group(
+        self, name: str, ranks: list[int] | None, timeout: timedelta
+    ) -> dist.ProcessGroup:
+        """A gloo group of all ranks, or of some, who alone call this; the same one every time."""
+        made, key = _groups_made(), (name,)
+        if key not in made:
+            made[key] = dist.new_group(
+                ranks,
+                timeout=timeout,
+                backend="gloo",
+                group_desc=name[:64],
+                use_local_synchronization=ranks is not None,
+            )
+        self._groups[key] = made[key]
+        return made[key]
 
     @property
     def is_main(self) -> bool:
