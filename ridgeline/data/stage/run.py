@@ -102,7 +102,12 @@ def stage(
         raise UsageError(f"share={share!r} is neither 'node' nor 'job'")
     begun = time.monotonic()
     source = Path(os.path.abspath(source))
-    meeting = Meeting(place, source)
+    try:
+        meeting = Meeting(place, source)
+    except (StageProblem, OSError) as error:
+        if required or group is not None:  # other nodes would wait for this one
+            raise RunError(f"cannot stage {source}: {sentence(error)}") from error
+        return Staged(source, source, sentence(error))
     call = _Call(source, where, meeting, keep, progress or (lambda done, total: None), limit_s)
     try:
         if place.local_rank:

@@ -194,13 +194,13 @@ def _usable(path: Path) -> tuple[Path, str]:
         return path, "is not an absolute path"
     if not path.is_dir():
         return path, "is not a folder"
-    for folder in (path, path / _user_name()):
+    for folder in (path, path / user_name()):
         if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
             return folder, ""
     return path, "is not writable"
 
 
-def _user_name() -> str:
+def user_name() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container may not know its user

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -467,3 +468,30 @@ def test_a_rank_that_waits_in_vain_reads_the_source(source: Path, disk: Path) ->
     staged = stage(source, disk, place=place, limit_s=0.2)
     assert staged.path == source
     assert "no progress for 0.2 s" in staged.reason
+
+
+def test_commands_stage_list_and_clean(
+    source: Path, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ridgeline.data.stage.command import clean_command, list_command, stage_command
+
+    stage_command(source, str(disk))
+    assert capsys.readouterr().out.startswith("staged 1.3 MB to ")
+    stage_command(source, str(disk), as_json=True, verify=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["read_bytes"] == 0
+    assert said["problems"] == []
+    list_command(str(disk), as_json=True)
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["whole"], row["keep"], row["source"]) == (True, True, str(source))
+    list_command(str(disk))
+    assert "kept" in capsys.readouterr().out
+    clean_command(str(disk))
+    assert "removed 0 copies" in capsys.readouterr().out
+    (held,) = copies(base_folder(disk))
+    held._write_users([])  # this process, which used it, has ended
+    clean_command(str(disk), everything=True)
+    assert "removed 1 copies, 1.3 MB" in capsys.readouterr().out
+    assert not copies(base_folder(disk))
+    with pytest.raises(RunError, match="cannot make the folder"):
+        stage_command(source, str(disk / "a" / "b"))
