@@ -147,10 +147,15 @@ class Mesh:
         mine = [rank for rank in leaders if rank == self.env.rank]
         mine += [rank for rank in leaders if places[rank][0] == places[self.env.rank][0]]
         node = leaders.index(mine[0]) if mine else 0
-        if self.env.rank not in leaders or len(leaders) == 1:
-            return NodeGroups(node, len(leaders), world, None)
-        name = f"{SIDE}{purpose}-{'-'.join(map(str, leaders))}"
-        return NodeGroups(node, len(leaders), world, self._made_group(name, leaders, timeout))
+        if len(leaders) == 1:
+            return NodeGroups(node, 1, world, None)
+        # Torch names a group by how many a rank has made before, so all ranks make one: the second
+        # ranks of the nodes have theirs too.
+        own = self.env.local_rank
+        peers = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == own]
+        name = f"{SIDE}{purpose}-{'-'.join(map(str, peers))}"
+        group = self._made_group(name, peers, timeout)
+        return NodeGroups(node, len(leaders), world, group if own == 0 else None)
 
     def _made_group(
         self, name: str, ranks: list[int] | None, timeout: timedelta

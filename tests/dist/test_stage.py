@@ -152,7 +152,7 @@ def test_nodes_that_see_one_disk_do_not_wait_for_each_other(
     ranks: Any, source: Path, disks: list[Path]
 ) -> None:
     results = ranks(4, stage_on_nodes, source, [disks[0], disks[0]], "job")
-    assert len({one.path for one in results}) == 1
+    assert len({one.path for one in results}) == 1, [one.reason for one in results]
     assert tree(results[0].path) == tree(source)
     assert sum(reads(results)) == results[0].total_bytes
 

@@ -251,9 +251,14 @@ class Held:
     # Users.
 
     def disk_bytes(self) -> int:
-        """What it takes on the disk; files with holes take less than they are long."""
-        paths = (path for path in self.folder.rglob("*") if not path.is_symlink())
-        return sum(path.lstat().st_blocks * 512 for path in paths)
+        """What it takes on the disk; files with holes take less than they are long. Also while somebody
+        else is at work in it, and files come and go."""
+        total = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+        return total
 
     def listing(self) -> Listing:
         return Listing.from_json((self.folder / _LISTING).read_text(encoding="utf-8"))
