@@ -3,8 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TORCH_FREE := ridgeline/errors.py ridgeline/named.py ridgeline/composition.py ridgeline/layout.py ridgeline/typed.py ridgeline/config.py \
-	ridgeline/rundir.py ridgeline/facts.py ridgeline/launch ridgeline/report ridgeline/cli.py ridgeline/cli_checkpoint.py \
-	ridgeline/cli_machine.py $(addprefix ridgeline/machine/,disk_io.py mount.py quota.py record.py show.py storage.py verdict.py) \
+	ridgeline/rundir.py ridgeline/facts.py ridgeline/launch ridgeline/data/stage ridgeline/report ridgeline/cli.py ridgeline/cli_checkpoint.py \
 	$(addprefix ridgeline/checkpoint/,boxes.py damage.py describe.py find.py manifest.py retain.py text.py)
 
 .PHONY: setup demo test check bench parity chaos clean

@@ -84,6 +84,10 @@ class DataConfig:
     """Samples that are mixed, and are in memory at a time (shuffle=blocks)."""
     drop_last: bool = False
     """Leave out the last batch of an epoch when it is smaller than the others."""
+    stage: str = ""
+    """Copy `args.path` to each node's own disk first: a folder there, `auto` to look for one, or not."""
+    stage_share: str = "node"
+    """Who reads what is staged: each node for itself, or the job once, sending it from node to node."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,7 @@ class Resolved:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "float64", "bfloat16", "float16"),
-    "data.shuffle": ("full", "blocks"),
+    "data.stage_share": ("node", "job"),
     "train.lr_rule": ("none", "linear", "sqrt"),
     "optim.name": ("adamw", "adam", "sgd"),
     "schedule.name": ("constant", "linear", "cosine", "step"),

@@ -84,6 +84,14 @@ def visible_devices(num: int, environ: Mapping[str, str] | None = None) -> list[
     return named if len(named) >= num else [str(index) for index in range(num)]
 
 
+def local_storage_variables(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Variables in which schedulers and sites leave a folder for a job's own files, best first. Whether
+    the folder is on the node's own disk is for `data/stage/where.py` to find out."""
+    env = os.environ if environ is None else environ
+    names = ("SLURM_TMPDIR", "TMPDIR", "LUSTRE_SCRATCH", "PBS_JOBFS")
+    return [(name, env[name]) for name in names if env.get(name)]
+
+
 def _whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import socket
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -135,9 +136,40 @@ class Mesh:
         it, and gets the same one every time. None for one process."""
         if self.world_group is None:
             return None
-        made, key = _groups_made(), (SIDE + purpose,)
+        return self._made_group(SIDE + purpose, None, self.timeout)
+
+    def node_groups(self, purpose: str, timeout: timedelta) -> NodeGroups:
+        """Groups over the CPU's network in which nodes talk as nodes; every rank calls it."""
+        world = self._made_group(SIDE + purpose, None, timeout)
+        places: list[tuple[str, int]] = [("", 0)] * self.env.world_size
+        dist.all_gather_object(places, (socket.gethostname(), self.env.local_rank), group=world)
+        leaders = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
+        mine = [rank for rank in leaders if rank == self.env.rank]
+        mine += [rank for rank in leaders if places[rank][0] == places[self.env.rank][0]]
+        node = leaders.index(mine[0]) if mine else 0
+        if len(leaders) == 1:
+            return NodeGroups(node, 1, world, None)
+        # Torch names a group by how many a rank has made before, so all ranks make one: the second
+        # ranks of the nodes have theirs too.
+        own = self.env.local_rank
+        peers = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == own]
+        name = f"{SIDE}{purpose}-{'-'.join(map(str, peers))}"
+        group = self._made_group(name, peers, timeout)
+        return NodeGroups(node, len(leaders), world, group if own == 0 else None)
+
+    def _made_group(
+        self, name: str, ranks: list[int] | None, timeout: timedelta
+    ) -> dist.ProcessGroup:
+        """A gloo group of all ranks, or of some, who alone call this; the same one every time."""
+        made, key = _groups_made(), (name,)
         if key not in made:
-            made[key] = dist.new_group(timeout=self.timeout, backend="gloo", group_desc=key[0])
+            made[key] = dist.new_group(
+                ranks,
+                timeout=timeout,
+                backend="gloo",
+                group_desc=name[:64],
+                use_local_synchronization=ranks is not None,
+            )
         self._groups[key] = made[key]
         return made[key]
 
@@ -156,6 +188,18 @@ class Mesh:
         """The axes from the slowest links to the fastest, as in `pp=2 > dp=4 > tp=2`."""
         used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
         return " > ".join(used) or "one process"
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """This rank's node among the nodes, and who speaks for it."""
+
+    node: int
+    num_nodes: int
+    world: dist.ProcessGroup
+    """All ranks."""
+    leaders: dist.ProcessGroup | None
+    """The first rank of each node; None on the others, and where there is one node."""
 
 
 def choose_device(choice: str, env: RankEnv) -> torch.device:

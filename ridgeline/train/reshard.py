@@ -78,7 +78,8 @@ def _load_and_save(env: RankEnv, source: Path, target: Path, text: str) -> None:
 
 
 def _on_cpu(config: RunConfig) -> RunConfig:
-    return replace(config, device="cpu", threads=1, data=replace(config.data, workers=0))
+    data = replace(config.data, workers=0, stage="")
+    return replace(config, device="cpu", threads=1, data=data)
 
 
 def _renewed(manifest: Manifest, layout: str, env: RankEnv, text: str) -> Manifest:

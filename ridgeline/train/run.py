@@ -147,6 +147,7 @@ def run_training(
         alive.end()
         log.close()
         training.close_loaders()
+        training.staging.release()
     close_mesh(training.mesh)
     final_loss = last.loss if last else None
     if main_run is not None and stopped:
@@ -270,6 +271,8 @@ class _Log:
                 run.write_json(FACTS, facts)
                 run.write_json(ENV, recorded_environment())
             run.add_event("start", layout=str(mesh.layout), num_ranks=mesh.env.world_size)
+            for details in training.staging.events:
+                run.add_event("staged", **details)
         self._progress = build_progress(
             training.num_steps, training.model_facts, mesh.is_main and run is not None
         )

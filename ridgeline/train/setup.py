@@ -44,6 +44,7 @@ from ridgeline.parallel.random import Randomness
 from ridgeline.train.clock import Clock, build_clock
 from ridgeline.train.hang import collective_timeout
 from ridgeline.train.objective import Objective, build_forward_backward
+from ridgeline.train.staging import Staging, stage_data
 from ridgeline.train.step import ForwardBackward
 from ridgeline.train.tasks import TASKS, Task, build_task, check_target
 
@@ -81,6 +82,8 @@ class Training:
     machine_facts: MachineFacts
     notes: list[str] = field(default_factory=list)
     """Sentences for the user: what was decided from the recipe."""
+    staging: Staging = field(default_factory=Staging)
+    """Copies of the data on this node's disk."""
 
     @property
     def model(self) -> nn.Module:
@@ -114,12 +117,41 @@ def build_training(config: RunConfig, env: RankEnv, resumes: bool = False) -> Tr
     device = choose_device(config.device, env)
     _prepare_process(config, device)
     precision = build_precision(layout.precision, device)
-    sources = build_sources(config.data.source, config.data.args, config.train.seed)
+
+    def join() -> Mesh:
+        order = read_order(config.axes, "axes")
+        return build_mesh(env, layout, device, order, collective_timeout(config.watch))
+
+    # Wrong data are better found before ranks wait for each other; only nodes that stage meet first.
+    if not config.data.stage:
+        sources = build_sources(config.data.source, config.data.args, config.train.seed)
+        return _build_on(config, layout, device, precision, sources, join, resumes)
+    mesh = join()
+    staging = stage_data(config.data, mesh)
+    try:
+        sources = build_sources(config.data.source, staging.args, config.train.seed)
+        built = _build_on(config, layout, device, precision, sources, lambda: mesh, resumes)
+        return replace(built, staging=staging, notes=[*staging.notes, *built.notes])
+    except BaseException:
+        staging.release()
+        raise
+
+
+def _build_on(
+    config: RunConfig,
+    layout: Layout,
+    device: torch.device,
+    precision: Precision,
+    sources: tuple[Source, Source],
+    join: Callable[[], Mesh],
+    resumes: bool,
+) -> Training:
+    """The rest, once the data are there."""
     task = build_task(config.train.task, sources[0].info.task)
     check_target(config.train.target, task)
     model_facts = _count(config, sources[0], task)
-    order = read_order(config.axes, "axes")
-    mesh = build_mesh(env, layout, device, order, collective_timeout(config.watch))
+    mesh = join()
+    env = mesh.env
     model = _build_weights(config, device, "" if resumes else config.model.weights)
     arranged = arrange(
         Objective(model, task.loss),

@@ -65,7 +65,7 @@ def build_short(config: RunConfig, env: RankEnv) -> Training:
     """The training with epochs of two batches, of which the second is uneven: ranks and microbatches
     get shares of different sizes, and what they add up to has to be weighed. With `data.drop_last`
     there is no such batch."""
-    training = build_training(config, env)
+    training = build_training(replace(config, data=replace(config.data, stage="")), env)
     loader = copy.copy(training.loader)
     loader.source = FirstSamples(loader.source, loader.batch + loader.batch // 2 + 1)
     return replace(training, loader=loader)

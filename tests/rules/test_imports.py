@@ -54,6 +54,8 @@ TORCH_FREE = (
     "ridgeline.facts",
     "ridgeline.launch.env",
     "ridgeline.launch.local",
+    "ridgeline.data.stage.run",
+    "ridgeline.data.stage.command",
     "ridgeline.checkpoint.describe",
     "ridgeline.checkpoint.damage",
     "ridgeline.report.build",
