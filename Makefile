@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TORCH_FREE := ridgeline/errors.py ridgeline/named.py ridgeline/composition.py ridgeline/layout.py ridgeline/typed.py ridgeline/config.py \
-	ridgeline/rundir.py ridgeline/facts.py ridgeline/launch ridgeline/data/stage ridgeline/report ridgeline/cli.py ridgeline/cli_checkpoint.py \
+	ridgeline/rundir.py ridgeline/facts.py ridgeline/launch ridgeline/report ridgeline/cli.py ridgeline/cli_checkpoint.py \
+	ridgeline/cli_data.py ridgeline/cli_machine.py $(addprefix ridgeline/machine/,mount.py quota.py disk_io.py storage.py verdict.py record.py show.py) \
+	$(addprefix ridgeline/data/,dataset.py pack.py formats stage) \
 	$(addprefix ridgeline/checkpoint/,boxes.py damage.py describe.py find.py manifest.py retain.py text.py)
 
 .PHONY: setup demo test check bench parity chaos clean
@@ -15,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[demo,images,report,models,dev]'
+		--editable '.[demo,images,data,report,models,dev]'
 	touch $(READY)
 
 demo: setup

@@ -209,6 +209,40 @@ def formats() -> None:
         typer.echo(f"{form.name:<10} {form.suffix or '-':<12} {form.about}")
 
 
+@data_app.command()
+def stage(
+    source: Annotated[
+        Path | None, typer.Argument(metavar="SRC", help="A data set, a file or a folder.")
+    ] = None,
+    to: Annotated[str, typer.Option(help="A folder on this node, or `auto`.")] = "auto",
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Leave the copy there for jobs to come.")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--verify", help="Read the copy back and compare.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--list", help="What is on this node.")] = False,
+    clean: Annotated[
+        bool,
+        typer.Option("--clean", help="Remove copies that nobody uses; with --all kept ones too."),
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="See --clean.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy data to this node's own disk, once, or say or remove what is there."""
+    from ridgeline.data.stage.command import clean_command, list_command, stage_command
+
+    if show + clean + (source is not None) != 1:
+        raise UsageError("stage takes one of: a data set to copy, --list, --clean")
+    if show:
+        list_command(to, as_json)
+    elif clean:
+        clean_command(to, everything, as_json)
+    else:
+        assert source is not None
+        stage_command(source, to, keep, as_json, check)
+
+
 @contextmanager
 def _bar() -> Iterator[Told]:
     """A progress bar on the terminal; nothing where there is none."""

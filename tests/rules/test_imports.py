@@ -38,7 +38,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("verify",),
     ("scaling", "search", "export", "report"),
     ("compat",),
-    ("cli_checkpoint", "cli_machine"),
+    ("cli_checkpoint", "cli_data", "cli_machine"),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -64,6 +64,8 @@ TORCH_FREE = (
     "ridgeline.machine.record",
     "ridgeline.machine.show",
     "ridgeline.cli_checkpoint",
+    "ridgeline.data.pack",
+    "ridgeline.cli_data",
     "ridgeline.cli_machine",
     "ridgeline.cli",
 )

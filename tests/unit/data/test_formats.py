@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +249,7 @@ def test_a_forked_process_reads_what_its_parent_opened(
     shard.read(0)
     pid = os.fork()
     if pid == 0:
+        signal.alarm(60)  # a child that hangs ends, and is seen
         status = 1
         try:
             sums = [sample_checksums(sample, schema) for sample in read_all(shard)]
