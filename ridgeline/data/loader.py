@@ -60,6 +60,19 @@ class Batch:
     step: int
     epoch: int
     indices: tuple[np.ndarray, ...]
+    num_targets: tuple[int, ...] | None = None
+    """Counted targets in each part, where samples have different numbers; see `units`."""
+    num_global_targets: int = 0
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """What each part counts by in the mean loss: its samples, or its counted targets."""
+        return self.counts if self.num_targets is None else self.num_targets
+
+    @property
+    def num_global_units(self) -> int:
+        """The same of the global batch; at least 1, also where it has no target that counts."""
+        return max(self.num_global if self.num_targets is None else self.num_global_targets, 1)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`; from pinned memory the copy does not block the host."""
@@ -161,6 +174,7 @@ class Loader:
             self.shuffle,
             self.drop_last,
             start,
+            getattr(self.source, "count_targets", None),
         )
         if self.device is not None and hasattr(self.source, "device_fetch"):
             return _on_device(self.source, plans, torch.device(self.device))
@@ -200,7 +214,17 @@ def read_batch(source: Source, plan: BatchPlan) -> Batch:
 
 def _batch(plan: BatchPlan, inputs: list[Tensor], targets: list[Tensor]) -> Batch:
     counts = tuple(int(weight) for weight in plan.weights)
-    return Batch(inputs, targets, counts, plan.num_global, plan.step, plan.epoch, plan.parts)
+    return Batch(
+        inputs,
+        targets,
+        counts,
+        plan.num_global,
+        plan.step,
+        plan.epoch,
+        plan.parts,
+        plan.targets,
+        plan.num_global_targets,
+    )
 
 
 def _named(error: Exception, plan: BatchPlan, part: np.ndarray) -> UsageError | RunError:

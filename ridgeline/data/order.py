@@ -9,12 +9,14 @@ repeats samples instead. Called by `loader.py` and by loaders for the user's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ridgeline.errors import UsageError
+
+CountTargets = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class BatchPlan:
     weights: tuple[float, ...]
     """Real samples in each part. 0 marks a part that holds one filler sample (the batch's first),
     so that forward, backward and the collectives in them still run on every rank."""
+    targets: tuple[int, ...] | None = None
+    """Counted targets in each part, where samples have different numbers of them."""
+    num_global_targets: int = 0
+    """The same over all ranks and microbatches."""
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -64,18 +70,30 @@ def plan_epoch(
     shuffle: bool = True,
     drop_last: bool = False,
     start: int = 0,
+    count_targets: CountTargets | None = None,
 ) -> Iterator[BatchPlan]:
     """The plans of rank `rank` of `world` for one epoch, from batch `start` on.
 
     Global batch b is `order[b*batch : (b+1)*batch]`; its pieces run over microbatches first, then
     ranks, so that microbatch m of all ranks together is one contiguous stretch of the batch.
-    Resuming with `start` reads no data and builds no plan of a skipped batch.
+    Resuming with `start` reads no data and builds no plan of a skipped batch. Where samples have
+    different numbers of targets, `count_targets` says how many each of the indices has.
     """
     check_sizes(num_samples, batch, rank, world, accumulate)
     if start < 0 or epoch < 0:
         raise UsageError(f"start={start} and epoch={epoch} of a data order must not be negative")
     return _plans(
-        num_samples, batch, rank, world, seed, epoch, accumulate, shuffle, drop_last, start
+        num_samples,
+        batch,
+        rank,
+        world,
+        seed,
+        epoch,
+        accumulate,
+        shuffle,
+        drop_last,
+        start,
+        count_targets,
     )
 
 
@@ -103,6 +121,7 @@ def _plans(
     shuffle: bool,
     drop_last: bool,
     start: int,
+    count_targets: CountTargets | None,
 ) -> Iterator[BatchPlan]:
     order = epoch_order(num_samples, seed, epoch, shuffle)
     for step in range(start, num_batches(num_samples, batch, drop_last)):
@@ -116,4 +135,14 @@ def _plans(
             # A copy: a view would keep the whole epoch's order alive, and pickle with it.
             parts.append(members[low:high].copy() if high > low else members[:1].copy())
             weights.append(float(high - low))
-        yield BatchPlan(step, epoch, len(members), tuple(parts), tuple(weights))
+        counted, num_counted = None, 0
+        if count_targets is not None:
+            # Every rank knows the whole batch, so nobody has to ask the others for their numbers.
+            num_counted = int(count_targets(members).sum())
+            counted = tuple(
+                int(count_targets(part).sum()) if weight else 0
+                for part, weight in zip(parts, weights, strict=True)
+            )
+        yield BatchPlan(
+            step, epoch, len(members), tuple(parts), tuple(weights), counted, num_counted
+        )

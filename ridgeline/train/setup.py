@@ -166,7 +166,7 @@ def build_training(config: RunConfig, env: RankEnv, resumes: bool = False) -> Tr
         num_steps=num_steps,
         model_facts=model_facts,
         machine_facts=machine_facts,
-        notes=[note, *warmup_note, *arranged.notes],
+        notes=[note, *warmup_note, *getattr(sources[0], "notes", ()), *arranged.notes],
     )
 
 
