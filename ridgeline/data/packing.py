@@ -65,16 +65,22 @@ def pack_whole(documents: Sequence[np.ndarray], seq_len: int, separator: int) ->
     """Documents that fit into a sequence are never cut: each goes where the least room is left.
 
     Longest first (best-fit decreasing), which wastes little. A document that is longer than a sequence
-    fills as many as it can, and its rest is placed like a document of its own.
+    fills as many as it can, and its rest is placed like a document of its own. Sequences come in the
+    order of the first documents in them, so that the first so many are not those of the longest.
     """
     pieces = [piece for index, d in enumerate(documents) for piece in _cut(index, len(d), seq_len)]
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size, i))
     bins = _best_fit([pieces[i].size for i in order], seq_len)
-    num_sequences = max(bins, default=-1) + 1
+    first_in: dict[int, int] = {}
+    for index, number in zip(order, bins, strict=True):
+        first_in[number] = min(index, first_in.get(number, index))
+    rows = {number: row for row, number in enumerate(sorted(first_in, key=first_in.__getitem__))}
+    num_sequences = len(rows)
     tokens = np.full((num_sequences, seq_len), separator, dtype=np.int32)
     targets = np.full((num_sequences, seq_len), IGNORED_TARGET, dtype=np.int32)
     used = [0] * num_sequences
-    for index, row in zip(order, bins, strict=True):
+    for index, number in zip(order, bins, strict=True):
+        row = rows[number]
         piece, at = pieces[index], used[row]
         document = documents[piece.document]
         size = piece.size - 1

@@ -53,7 +53,7 @@ class Augment:
         self._colours = [
             (name, change) for name, change in _COLOURS if train and getattr(config, name) > 0
         ]
-        self._decode, self._normalise = self._affine()
+        self._decode, self._normalise = self._build_affine()
 
     @property
     def does_something(self) -> bool:
@@ -158,7 +158,7 @@ class Augment:
 
     # Values
 
-    def _affine(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _build_affine(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Factor and summand a channel, (2, channels), before the colours and after them.
 
         Without colours the two are one, in float64: then values are rounded twice and not four times.
@@ -169,10 +169,9 @@ class Augment:
         scale, offset = np.broadcast_arrays(*(np.array(p, dtype=np.float64) for p in parts))
         parts = (config.std or (1.0,), config.mean or (0.0,))
         std, mean = np.broadcast_arrays(*(np.array(p, dtype=np.float64) for p in parts))
-        first, second = np.stack([scale, offset]), np.stack([1 / std, -mean / std])
-        if not self._colours:
-            first, second = np.stack([first[0] * second[0], first[1] * second[0] + second[1]]), None
-        return _unless_nothing(first), _unless_nothing(second)
+        if self._colours:
+            return _affine(scale, offset), _affine(1 / std, -mean / std)
+        return _affine(scale / std, (offset - mean) / std), None
 
     def _change(self, x: Tensor, places: Places | None, indices: np.ndarray, epoch: int) -> Tensor:
         if places is not None:
@@ -231,17 +230,17 @@ class Augment:
             bounds = (to_device(part, device) for part in (starts, stops))
             mixed = mix.mix_boxes(mixed, mate_inputs, *bounds)
         assert self._info.num_classes is not None
-        labels = (targets.index_select(0, rows) for rows in (own_rows, mate_rows))
-        soft = mix.mix_labels(*labels, _float32(lam, device), self._info.num_classes)
-        return mixed, soft
+        own_labels, mate_labels = (targets.index_select(0, rows) for rows in (own_rows, mate_rows))
+        shares = _float32(lam, device)
+        return mixed, mix.mix_labels(own_labels, mate_labels, shares, self._info.num_classes)
 
 
 def _float32(values: np.ndarray, device: torch.device) -> Tensor:
     return to_device(values.astype(np.float32), device)
 
 
-def _unless_nothing(affine: np.ndarray | None) -> np.ndarray | None:
-    """None for a factor of 1 and a summand of 0."""
-    if affine is None or ((affine[0] == 1.0).all() and (affine[1] == 0.0).all()):
+def _affine(factor: np.ndarray, summand: np.ndarray) -> np.ndarray | None:
+    """Factor and summand a channel as one table; None for 1 and 0."""
+    if (factor == 1.0).all() and (summand == 0.0).all():
         return None
-    return affine
+    return np.stack(np.broadcast_arrays(factor, summand))

@@ -24,7 +24,8 @@ def beta_lambda(alpha: float, draws: np.ndarray) -> np.ndarray:
     found = np.interp(lower, shares, values)
     if alpha < 1.0:
         found = found ** (1.0 / alpha)
-    return np.where(draws <= 0.5, found, 1.0 - found)
+    lam: np.ndarray = np.where(draws <= 0.5, found, 1.0 - found)
+    return lam
 
 
 @functools.lru_cache(maxsize=8)
