@@ -93,6 +93,8 @@ class DatasetSource:
         self.dataset = dataset
         self.seed = seed
         self._collate = collate or default_collate
+        if hasattr(dataset, "count_targets"):
+            self.count_targets = dataset.count_targets
         own = getattr(dataset, "info", None)
         self.info: SourceInfo = (
             info or (own if isinstance(own, SourceInfo) else None) or self._infer_info()

@@ -110,6 +110,7 @@ def build_training(config: RunConfig, env: RankEnv, resumes: bool = False) -> Tr
     _prepare_process(config, device)
     precision = build_precision(layout.precision, device)
     sources = build_sources(config.data.source, config.data.args, config.train.seed)
+    _check_vocab(config, sources[0])
     task = build_task(config.train.task, sources[0].info.task)
     check_target(config.train.target, task)
     model_facts = _count(config, sources[0], task)
@@ -188,6 +189,16 @@ def check_batch(config: RunConfig, layout: Layout) -> None:
 def count_parts(layout: Layout) -> int:
     """Microbatches that a rank's share of a global batch is cut into."""
     return layout.microbatches if layout.pp > 1 else layout.accumulate
+
+
+def _check_vocab(config: RunConfig, source: Source) -> None:
+    """A token without a row in the embedding is an index error without a name, or worse on a GPU."""
+    vocab, tokens = config.model.args.get("vocab"), source.info.num_classes
+    if source.info.unit == "tokens" and isinstance(vocab, int) and tokens and vocab < tokens:
+        raise UsageError(
+            f"model.args.vocab={vocab} is too small for data.source={config.data.source}, whose samples "
+            f"have {tokens} different tokens; use model.args.vocab={tokens} or more"
+        )
 
 
 def check_names(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.data.build import build_sources
+from ridgeline.data.build import as_source, build_sources
 from ridgeline.data.loader import Loader
 from ridgeline.data.packing import IGNORED_TARGET, pack_stream, pack_whole
 from ridgeline.data.subset import FirstSamples
@@ -148,6 +148,28 @@ def test_parts_of_any_split_add_up_to_the_mean_over_the_global_batch(folder):
         for world, accumulate in ((2, 1), (3, 1), (1, 4), (2, 3), (8, 1)):
             split = mean_of(world, accumulate, number)
             torch.testing.assert_close(split, alone, rtol=1e-12, atol=0)
+
+
+class Ragged:
+    """A data set of one's own with ignored targets."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        targets = torch.arange(4)
+        targets[index % 4 :] = IGNORED_TARGET
+        return torch.arange(4), targets
+
+    def count_targets(self, indices):
+        return indices % 4
+
+
+def test_a_data_set_of_ones_own_counts_its_targets():
+    loader = Loader(as_source(Ragged(), 0, "ragged"), batch=6, rank=1, world=2, prefetch=0)
+    (batch,) = loader.epoch(0)
+    assert batch.units == (int((batch.targets[0] != IGNORED_TARGET).sum()),)
+    assert batch.num_global_units == 0 + 1 + 2 + 3 + 0 + 1
 
 
 def test_a_part_with_no_target_has_loss_and_gradient_zero():
