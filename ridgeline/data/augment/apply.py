@@ -145,16 +145,19 @@ class Augment:
     def _change_dense(self, targets: Tensor, places: Places | None) -> Tensor:
         """Targets that lie on the pixels of the input move with them; labels are never blended."""
         is_labels = self._info.task == "segment"
-        if places is not None:
-            whole = targets.unsqueeze(1) if is_labels else targets
-            blends = places.resizes and not is_labels
-            moved = (geometry.blend if blends else geometry.take)(whole, places)
-            targets = moved.squeeze(1) if is_labels else moved
         if is_labels:
-            return targets
-        if targets.dtype != torch.float32 or places is None:
-            targets = widen(targets)
-        return self._scaled(self._scaled(targets, self._decode), self._normalise)
+            if places is None:
+                return targets
+            return geometry.take(targets.unsqueeze(1), places).squeeze(1)
+        moved = self._move(targets, places)
+        return self._scaled(self._scaled(moved, self._decode), self._normalise)
+
+    def _move(self, x: Tensor, places: Places | None) -> Tensor:
+        """Cropped and flipped, as float32 in memory of its own."""
+        if places is not None and places.resizes:
+            return geometry.blend(x, places)
+        moved = x if places is None else geometry.take(x, places)
+        return widen(moved) if moved is x or moved.dtype != torch.float32 else moved
 
     # Values
 
@@ -174,11 +177,7 @@ class Augment:
         return _affine(scale / std, (offset - mean) / std), None
 
     def _change(self, x: Tensor, places: Places | None, indices: np.ndarray, epoch: int) -> Tensor:
-        if places is not None:
-            x = geometry.blend(x, places) if places.resizes else geometry.take(x, places)
-        if x.dtype != torch.float32 or places is None:
-            x = widen(x)
-        x = self._scaled(x, self._decode)
+        x = self._scaled(self._move(x, places), self._decode)
         if self._colours:
             draws = 2.0 * self._draw(_COLOUR, indices, epoch, len(_COLOURS)) - 1.0
             columns = {name: column for column, (name, _) in enumerate(_COLOURS)}

@@ -85,7 +85,9 @@ def test_inputs_are_not_changed_in_place():
     before = inputs.clone()
     run(AugmentConfig(mean=(3.0,), brightness=0.5), inputs, targets)
     assert torch.equal(inputs, before)
-    run(AugmentConfig(mean=(3.0,)), inputs, inputs, task="forecast", target=(3, 12, 10))
+    dense = {"task": "forecast", "target": (3, 12, 10)}
+    run(AugmentConfig(mean=(3.0,)), inputs, inputs, **dense)
+    run(AugmentConfig(mean=(3.0,), crop="centre"), inputs, inputs, **dense)
     assert torch.equal(inputs, before)
 
 
