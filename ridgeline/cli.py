@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ridgeline.cli_checkpoint import checkpoint_app
+from ridgeline.cli_data import data_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.errors import Requeue, RunError, UsageError
 
@@ -36,6 +37,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(data_app, name="data")
 app.add_typer(machine_app, name="machine")
 
 Overrides = Annotated[

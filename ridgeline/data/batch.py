@@ -30,6 +30,10 @@ class Rows:
     """For each of those, the row of the sample it is paired with."""
 
 
+Change = Callable[["Batch"], "Batch"]
+"""What is done to a batch that was read: augmentation."""
+
+
 @dataclass
 class Batch:
     """This rank's share of one global batch, on the host or on a device."""
@@ -43,10 +47,25 @@ class Batch:
     step: int
     epoch: int
     indices: tuple[np.ndarray, ...]
+    num_targets: tuple[int, ...] | None = None
+    """Counted targets in each part, where samples have different numbers; see `units`."""
+    num_global_targets: int = 0
     rows: tuple[Rows, ...] = ()
-    """Until the batch is augmented: what lies in each input. Empty when nothing is to be done."""
+    """What lies in each input, until the batch is augmented."""
+    pending: Change | None = None
+    """What is still to be done to it, once it is on the device."""
     skipped: tuple[str, ...] = ()
     """Sentences on samples that could not be read and were passed over."""
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """What each part counts by in the mean loss: its samples, or its counted targets."""
+        return self.counts if self.num_targets is None else self.num_targets
+
+    @property
+    def num_global_units(self) -> int:
+        """The same of the global batch; at least 1, also where it has no target that counts."""
+        return max(self.num_global if self.num_targets is None else self.num_global_targets, 1)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`; from pinned memory the copy does not block the host."""
@@ -56,6 +75,10 @@ class Batch:
             targets=[part.to(device, non_blocking=True) for part in self.targets],
         )
 
+    def settle(self) -> Batch:
+        """The same batch with what was pending done."""
+        return self if self.pending is None else replace(self.pending(self), pending=None)
+
     def pin_memory(self) -> Batch:
         # The name is torch's: DataLoader's pinning thread looks for it.
         return replace(
@@ -63,10 +86,6 @@ class Batch:
             inputs=[part.pin_memory() for part in self.inputs],
             targets=[part.pin_memory() for part in self.targets],
         )
-
-
-Change = Callable[[Batch], Batch]
-"""What is done to a batch that was read: nothing, or augmentation."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +132,17 @@ def _rows(part: np.ndarray, mates: np.ndarray) -> Rows:
 
 def make_batch(plan: BatchPlan, inputs: list[Tensor], targets: list[Tensor]) -> Batch:
     counts = tuple(int(weight) for weight in plan.weights)
-    return Batch(inputs, targets, counts, plan.num_global, plan.step, plan.epoch, plan.parts)
+    return Batch(
+        inputs,
+        targets,
+        counts,
+        plan.num_global,
+        plan.step,
+        plan.epoch,
+        plan.parts,
+        plan.targets,
+        plan.num_global_targets,
+    )
 
 
 def _named(error: Exception, plan: BatchPlan, part: np.ndarray) -> UsageError | RunError:

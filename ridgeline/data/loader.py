@@ -14,9 +14,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from ridgeline.data.batch import Batch, Change, make_batch, read_batch
+from ridgeline.data.batch import Batch, Change, read_batch
 from ridgeline.data.order import (
     BatchPlan,
     Blocks,
@@ -36,8 +38,9 @@ class Loader:
 
     `batch` is the global batch. `device` matters only to a source that makes its batches on the
     device by itself (`device_fetch`); others give host tensors, see `Batch.to`. `blocks` shuffles for
-    files that are read in order. `pairs` fetches the mates of samples too, and `change` is done to a
-    batch where it is read: both are for augmentation.
+    files that are read in order. `change` is done to a batch where it is read, or with
+    `change_later` left to whoever brings it to the device (`Batch.settle`); `pairs` fetches the mates
+    of samples for it too.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Loader:
         start_method: str = "forkserver",
         pairs: bool = False,
         change: Change | None = None,
+        change_later: bool = False,
     ) -> None:
         check_sizes(len(source), batch, rank, world, accumulate)
         if workers < 0 or prefetch < 0 or threads < 1:
@@ -83,7 +87,8 @@ class Loader:
         self.shuffle = shuffle
         self.blocks = blocks
         self.pairs = pairs
-        self.change = change
+        self._change = None if change_later else change
+        self._pending = change if change_later else None
         self.drop_last = drop_last
         # Pinning without a device is only a warning from torch a batch.
         self.pin_memory = pin_memory and torch.cuda.is_available()
@@ -121,16 +126,26 @@ class Loader:
             start,
             self.blocks,
             self.pairs,
+            getattr(self.source, "count_targets", None),
         )
+        return self._pended(self._read(plans, epoch))
+
+    def _pended(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            batch.pending = self._pending
+            yield batch
+
+    def _read(self, plans: Iterator[BatchPlan], epoch: int) -> Iterator[Batch]:
         if self.device is not None and hasattr(self.source, "device_fetch"):
-            return _on_device(self.source, plans, torch.device(self.device))
+            made = _MadeOnDevice(self.source, torch.device(self.device))
+            return (read_batch(made, plan, self._change) for plan in plans)
         if self.shuffle and self.blocks is not None and hasattr(self.source, "ahead"):
             plans = self._asking_ahead(plans, epoch, self.blocks)
         if self.workers:
             if self._processes is None:
                 self._processes = Processes(
                     self.source,
-                    self.change,
+                    self._change,
                     self.workers,
                     self.prefetch,
                     self.pin_memory,
@@ -140,13 +155,13 @@ class Loader:
         # Such a source borrows the global generators, which the training thread is using.
         if self.prefetch and not getattr(self.source, "uses_global_rng", False):
             return read_in_threads(
-                self.source, plans, self.threads, self.prefetch, self.pin_memory, self.change
+                self.source, plans, self.threads, self.prefetch, self.pin_memory, self._change
             )
         return self._in_line(plans)
 
     def _in_line(self, plans: Iterator[BatchPlan]) -> Iterator[Batch]:
         for plan in plans:
-            batch = read_batch(self.source, plan, self.change)
+            batch = read_batch(self.source, plan, self._change)
             yield batch.pin_memory() if self.pin_memory else batch
 
     def _asking_ahead(
@@ -175,7 +190,16 @@ class Loader:
             self._processes = None
 
 
-def _on_device(source: Any, plans: Iterator[BatchPlan], device: torch.device) -> Iterator[Batch]:
-    for plan in plans:
-        fetched = [source.device_fetch(part, device) for part in plan.parts]
-        yield make_batch(plan, [parts[0] for parts in fetched], [parts[1] for parts in fetched])
+class _MadeOnDevice:
+    """A source that makes its batches on the device, asked as any other."""
+
+    def __init__(self, source: Any, device: torch.device) -> None:
+        self.info = source.info
+        self._source, self._device = source, device
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = self._source.device_fetch(indices, self._device)
+        return made

@@ -9,12 +9,14 @@ repeats samples instead. Called by `loader.py` and by loaders for the user's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ridgeline.errors import UsageError
+
+CountTargets = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class BatchPlan:
     weights: tuple[float, ...]
     """Real samples in each part. 0 marks a part that holds one filler sample (the batch's first),
     so that forward, backward and the collectives in them still run on every rank."""
+    targets: tuple[int, ...] | None = None
+    """Counted targets in each part, where samples have different numbers of them."""
+    num_global_targets: int = 0
+    """The same over all ranks and microbatches."""
     mates: tuple[np.ndarray, ...] = ()
     """For each part, the sample that each of its samples is paired with; empty unless asked for."""
 
@@ -149,20 +155,22 @@ def plan_epoch(
     start: int = 0,
     blocks: Blocks | None = None,
     pairs: bool = False,
+    count_targets: CountTargets | None = None,
 ) -> Iterator[BatchPlan]:
     """The plans of rank `rank` of `world` for one epoch, from batch `start` on.
 
     Global batch b is `order[b*batch : (b+1)*batch]`; its pieces run over microbatches first, then
     ranks, so that microbatch m of all ranks together is one contiguous stretch of the batch.
     Resuming with `start` reads no data and builds no plan of a skipped batch. With `pairs` every
-    sample gets a mate, its neighbour in the global batch, whatever rank that one is on.
+    sample gets a mate, its neighbour in the global batch, whatever rank that one is on. Where
+    samples have different numbers of targets, `count_targets` says how many each of the indices has.
     """
     check_sizes(num_samples, batch, rank, world, accumulate)
     if start < 0 or epoch < 0:
         raise UsageError(f"start={start} and epoch={epoch} of a data order must not be negative")
     order = epoch_order(num_samples, seed, epoch, shuffle, blocks)
     steps = range(start, num_batches(num_samples, batch, drop_last))
-    return _plans(order, steps, batch, rank, world, epoch, accumulate, pairs)
+    return _plans(order, steps, batch, rank, world, epoch, accumulate, pairs, count_targets)
 
 
 def check_sizes(num_samples: int, batch: int, rank: int, world: int, accumulate: int) -> None:
@@ -187,6 +195,7 @@ def _plans(
     epoch: int,
     accumulate: int,
     pairs: bool,
+    count_targets: CountTargets | None,
 ) -> Iterator[BatchPlan]:
     for step in steps:
         members = order[step * batch : (step + 1) * batch]
@@ -203,4 +212,21 @@ def _plans(
                 places = np.arange(low, high) if high > low else np.arange(1)
                 # An odd one out is its own mate.
                 mates.append(members[np.minimum(places ^ 1, len(members) - 1)])
-        yield BatchPlan(step, epoch, len(members), tuple(parts), tuple(weights), tuple(mates))
+        counted, num_counted = None, 0
+        if count_targets is not None:
+            # Every rank knows the whole batch, so nobody has to ask the others for their numbers.
+            num_counted = int(count_targets(members).sum())
+            counted = tuple(
+                int(count_targets(part).sum()) if weight else 0
+                for part, weight in zip(parts, weights, strict=True)
+            )
+        yield BatchPlan(
+            step,
+            epoch,
+            len(members),
+            tuple(parts),
+            tuple(weights),
+            counted,
+            num_counted,
+            tuple(mates),
+        )

@@ -53,7 +53,10 @@ class Source(Protocol):
         """Stacked CPU tensors (inputs, targets) of these samples, in this order.
 
         A source may also have `device_fetch(indices, device)`, which makes the batch on the device
-        itself; the loader then needs no thread and no copy.
+        itself; the loader then needs no thread and no copy. One whose samples have different numbers
+        of targets that count has `count_targets(indices)`, how many each has, from an index and
+        without reading data: the loss is then the mean over those of the whole global batch. Sentences
+        for the user, such as how full its sequences are, may stand in `notes`.
         """
         ...
 
@@ -90,6 +93,8 @@ class DatasetSource:
         self.dataset = dataset
         self.seed = seed
         self._collate = collate or default_collate
+        if hasattr(dataset, "count_targets"):
+            self.count_targets = dataset.count_targets
         own = getattr(dataset, "info", None)
         self.info: SourceInfo = (
             info or (own if isinstance(own, SourceInfo) else None) or self._infer_info()

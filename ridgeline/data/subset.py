@@ -19,6 +19,8 @@ class FirstSamples:
         self.uses_global_rng = getattr(source, "uses_global_rng", False)
         if hasattr(source, "device_fetch"):
             self.device_fetch = source.device_fetch
+        if hasattr(source, "count_targets"):
+            self.count_targets = source.count_targets
 
     def __len__(self) -> int:
         return self._length

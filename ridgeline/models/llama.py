@@ -89,7 +89,9 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.heads * self.head_width, width, bias=False)
         self.rotary = rotary
 
-    def forward(self, x_BTD: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         # The number of heads is read off the projections' output, so a slice of them works too.
         heads = (-1, self.head_width)
         q_BTHK = self.rotary(self.wq(x_BTD).unflatten(-1, heads), positions)
@@ -99,7 +101,8 @@ class Attention(nn.Module):
             q_BTHK.transpose(1, 2),
             k_BTGK.transpose(1, 2),
             v_BTGK.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.grouped,
         )
         out_BTD: Tensor = self.wo(out_BHTK.transpose(1, 2).flatten(2))
@@ -130,8 +133,10 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.feed_forward = FeedForward(config.width, config.ffn_width)
 
-    def forward(self, x_BTD: Tensor, positions: Tensor | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions)
+    def forward(
+        self, x_BTD: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, mask)
         out_BTD: Tensor = x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
         return out_BTD
 
@@ -141,7 +146,9 @@ class Llama(nn.Module):
 
     `size` is a name from `SIZES` or a `LlamaConfig`; the other arguments override its fields.
     `positions`, (T,) or (B, T), says where each token stands when the tokens given are not simply
-    the first T of a sequence; attention itself stays causal in the order given.
+    the first T of a sequence; attention itself stays causal in the order given. `separator` is the
+    token that begins a document: with it no token sees another document of its sequence, and positions
+    begin anew with each, so that documents packed together are computed as each would be alone.
     """
 
     def __init__(
@@ -158,6 +165,7 @@ class Llama(nn.Module):
         tie_embeddings: bool | None = None,
         norm_eps: float | None = None,
         max_seq: int | None = None,
+        separator: int | None = None,
     ) -> None:
         super().__init__()
         overrides = {
@@ -173,7 +181,12 @@ class Llama(nn.Module):
             "max_seq": max_seq,
         }
         config = _config(size, {k: v for k, v in overrides.items() if v is not None})
-        self.config = config
+        if separator is not None and not 0 <= separator < config.vocab:
+            raise UsageError(
+                f"Llama(separator={separator}) is no token of vocab={config.vocab}; give one from 0 to "
+                f"{config.vocab - 1}, or a larger vocab"
+            )
+        self.config, self.separator = config, separator
         self.embed = nn.Embedding(config.vocab, config.width)
         rotary = Rotary(config.head_width, config.max_seq, config.rope_theta)
         self.layers = nn.ModuleList(Block(config, rotary) for _ in range(config.depth))
@@ -202,11 +215,25 @@ class Llama(nn.Module):
         return self
 
     def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
+        mask = None
+        if self.separator is not None:
+            mask = document_mask(tokens_BT, self.separator)
+            if positions is None:  # as many tokens of its own document stand before each
+                positions = mask[:, 0].sum(-1) - 1
         x_BTD = self.embed(tokens_BT)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, positions)
+            x_BTD = layer(x_BTD, positions, mask)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
+
+
+def document_mask(tokens_BT: Tensor, separator: int) -> Tensor:
+    """Which tokens (columns) each token (row) sees, (B, 1, T, T): its own document's up to itself."""
+    documents_BT = (tokens_BT == separator).cumsum(1)
+    length = tokens_BT.shape[1]
+    earlier_TT = torch.ones(length, length, dtype=torch.bool, device=tokens_BT.device).tril()
+    same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    return (same_BTT & earlier_TT).unsqueeze(1)
 
 
 def _config(size: str | LlamaConfig, overrides: dict[str, Any]) -> LlamaConfig:

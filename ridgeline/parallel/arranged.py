@@ -68,7 +68,8 @@ class Arranged:
     num_steps: int = 0
     """Updates done so far."""
     num_samples_here: int = 1
-    """Samples of this rank in the step at hand; set by whoever drives the step."""
+    """What this rank counts by in the step at hand: its samples, or their targets where those differ in
+    number; set by whoever drives the step."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user, such as what was left whole."""
 
@@ -126,14 +127,14 @@ class Arranged:
             return self.mesh.axis_size("cp")
         return self.mesh.data_size * self.mesh.axis_size("cp")
 
-    def weight_of(self, counts: tuple[int, ...], index: int, share: float) -> float:
+    def weight_of(self, units: tuple[int, ...], index: int, share: float) -> float:
         """What the mean loss of one of this rank's microbatches counts for in its backward.
 
         `share` is its part of the global batch. Replicas that step on their own take the mean over
         their own samples instead.
         """
         if self.local_sync:
-            share = counts[index] / max(sum(counts), 1)
+            share = units[index] / max(sum(units), 1)
         return share * self.loss_scale
 
     def skip_reduction(self) -> AbstractContextManager[None]:

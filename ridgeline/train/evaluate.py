@@ -19,6 +19,9 @@ from ridgeline.parallel.precision import Precision
 from ridgeline.rundir import EvalRecord
 from ridgeline.train.tasks import Task
 
+_SAMPLES = "samples seen"
+"""Stands among the sums, so that one exchange is enough."""
+
 
 @torch.no_grad()
 def evaluate(
@@ -38,15 +41,17 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     for batch in loader.epoch(0):
         batch = to_device(batch)
-        for inputs, targets, count in zip(batch.inputs, batch.targets, batch.counts, strict=True):
+        parts = zip(batch.inputs, batch.targets, batch.counts, batch.units, strict=True)
+        for inputs, targets, count, units in parts:
             # A borrowed sample is run as well, because other ranks may wait for this one in it.
             with precision.autocast(), arranged.inside():
                 outputs = arranged.predict(inputs)
                 if count and outputs is not None:
                     loss = task.loss(outputs, targets)
                     pairs = task.sums(outputs, targets)
-                    weighed = loss.double() * count
-                    pairs["loss"] = (weighed, torch.full_like(weighed, count))
+                    weighed = loss.double() * units
+                    pairs["loss"] = (weighed, torch.full_like(weighed, units))
+                    pairs[_SAMPLES] = (torch.full_like(weighed, count), torch.ones_like(weighed))
                     _add(sums, arranged.plain(pairs))
     arranged.train(was_training)
     means, num_samples = _means(sums, arranged)
@@ -64,7 +69,7 @@ def _means(sums: dict[str, Tensor], arranged: Arranged) -> tuple[dict[str, float
     """Add over ranks in one exchange. A rank without samples does not know the names: ask the first
     data rank of the last stage, which always has some, because batches are dealt out from it on."""
     mesh = arranged.mesh
-    names = ["loss", *sorted(name for name in sums if name != "loss")]
+    names = sorted({_SAMPLES, "loss", *sums})
     for axes, last in ((("pp",), True), (("copies", "shard"), False)):
         group = mesh.group(*axes)
         if group is not None:
@@ -78,7 +83,7 @@ def _means(sums: dict[str, Tensor], arranged: Arranged) -> tuple[dict[str, float
     if stages is not None:  # only the last stage has sums, the others add zeros
         torch.distributed.all_reduce(table, group=stages)
     totals = mesh.sum_over_data(table).tolist()
-    means = {
-        name: total / max(count, 1) for name, (total, count) in zip(names, totals, strict=True)
-    }
-    return means, int(totals[0][1])
+    found = dict(zip(names, totals, strict=True))
+    num_samples = int(found.pop(_SAMPLES)[0])
+    means = {name: found[name][0] / max(found[name][1], 1) for name in ("loss", *found)}
+    return means, num_samples

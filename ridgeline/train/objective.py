@@ -59,21 +59,21 @@ def _one_after_another(
 
     def forward_backward(batch: Batch, clock: Clock) -> Tensor:
         begin()
-        arranged.num_samples_here = sum(batch.counts)
+        arranged.num_samples_here = sum(batch.units)
         total: Tensor | None = None
         last = len(batch.inputs) - 1
         parts = zip(batch.inputs, batch.targets, batch.counts, strict=True)
         for index, (inputs, targets, count) in enumerate(parts):
             share.num_real = count
             name_samples(arranged, batch, index)
-            weight = count / batch.num_global
+            weight = batch.units[index] / batch.num_global_units
             reduces = index == last
             with nullcontext() if reduces else arranged.skip_reduction():
                 with precision.autocast():
                     loss = objective(inputs, targets)
                 clock.mark("forward_s")
                 exposed[0] = False
-                precision.backward(_weigh(loss, arranged.weight_of(batch.counts, index, weight)))
+                precision.backward(_weigh(loss, arranged.weight_of(batch.units, index, weight)))
                 clock.mark("comm_s" if reduces and exposed[0] else "backward_s")
             part = loss.detach() * weight
             total = part if total is None else total + part
@@ -95,11 +95,11 @@ def _through_stages(
 
     def forward_backward(batch: Batch, clock: Clock) -> Tensor:
         begin()
-        arranged.num_samples_here = sum(batch.counts)
-        shares = [count / batch.num_global for count in batch.counts]
+        arranged.num_samples_here = sum(batch.units)
+        shares = [units / batch.num_global_units for units in batch.units]
         scale = precision.scale()
         weights = [
-            arranged.weight_of(batch.counts, index, share) * scale
+            arranged.weight_of(batch.units, index, share) * scale
             for index, share in enumerate(shares)
         ]
 

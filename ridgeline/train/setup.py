@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ridgeline.config import RunConfig
+from ridgeline.data.augment.apply import build_augment
+from ridgeline.data.augment.change import AugmentBatch
 from ridgeline.data.batch import Batch
 from ridgeline.data.build import SOURCES, build_sources
 from ridgeline.data.feed import Feed, build_feed
 from ridgeline.data.loader import Loader
 from ridgeline.data.order import Blocks, shuffle_quality
-from ridgeline.data.source import Source
+from ridgeline.data.source import Source, SourceInfo
 from ridgeline.data.subset import FirstSamples
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.facts import MachineFacts, ModelFacts
@@ -54,6 +56,9 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+_Changes = tuple[AugmentBatch | None, AugmentBatch | None]
 
 
 @dataclass(frozen=True)
@@ -147,9 +152,14 @@ def _build_on(
     resumes: bool,
 ) -> Training:
     """The rest, once the data are there."""
-    task = build_task(config.train.task, sources[0].info.task)
+    _check_vocab(config, sources[0])
+    changes = _build_changes(config, sources)
+    info = (
+        sources[0].info if changes[0] is None else changes[0].augment.output_info(sources[0].info)
+    )
+    task = build_task(config.train.task, info.task)
     check_target(config.train.target, task)
-    model_facts = _count(config, sources[0], task)
+    model_facts = _count(config, info, task)
     mesh = join()
     env = mesh.env
     model = _build_weights(config, device, "" if resumes else config.model.weights)
@@ -161,11 +171,11 @@ def _build_on(
         loss=task.loss,
         ddp=config.ddp,
         randomness=Randomness(config.train.seed),
-        example=_example(config, sources[0], device),
+        example=_example(config, info, device),
     )
     clock = build_clock(device)
     to_device = _build_to_device(config, device)
-    loader, eval_loader = _build_loaders(config, layout, mesh, sources)
+    loader, eval_loader = _build_loaders(config, layout, mesh, sources, changes)
     num_steps = count_steps(config, len(loader))
     rate, note = scale_lr(
         config.train.lr, config.train.batch, config.train.reference_batch, config.train.lr_rule
@@ -205,7 +215,13 @@ def _build_on(
         num_steps=num_steps,
         model_facts=model_facts,
         machine_facts=machine_facts,
-        notes=[note, *warmup_note, *_say_shuffle(config, len(sources[0])), *arranged.notes],
+        notes=[
+            note,
+            *warmup_note,
+            *getattr(sources[0], "notes", ()),
+            *_say_shuffle(config, len(sources[0])),
+            *arranged.notes,
+        ],
     )
 
 
@@ -227,6 +243,16 @@ def check_batch(config: RunConfig, layout: Layout) -> None:
 def count_parts(layout: Layout) -> int:
     """Microbatches that a rank's share of a global batch is cut into."""
     return layout.microbatches if layout.pp > 1 else layout.accumulate
+
+
+def _check_vocab(config: RunConfig, source: Source) -> None:
+    """A token without a row in the embedding is an index error without a name, or worse on a GPU."""
+    vocab, tokens = config.model.args.get("vocab"), source.info.num_classes
+    if source.info.unit == "tokens" and isinstance(vocab, int) and tokens and vocab < tokens:
+        raise UsageError(
+            f"model.args.vocab={vocab} is too small for data.source={config.data.source}, whose samples "
+            f"have {tokens} different tokens; use model.args.vocab={tokens} or more"
+        )
 
 
 def check_names(config: RunConfig) -> None:
@@ -260,9 +286,17 @@ def _prepare_process(config: RunConfig, device: torch.device) -> None:
         torch.backends.cudnn.benchmark = not config.train.deterministic
 
 
-def _count(config: RunConfig, source: Source, task: Task) -> ModelFacts:
+def _build_changes(config: RunConfig, sources: tuple[Source, Source]) -> _Changes:
+    """What `data.augment` does to training batches and to those of an evaluation."""
+    train, held_out = (
+        build_augment(config.data.augment, source.info, config.train.seed, train=is_train)
+        for source, is_train in zip(sources, (True, False), strict=True)
+    )
+    return train and AugmentBatch(train), held_out and AugmentBatch(held_out)
+
+
+def _count(config: RunConfig, info: SourceInfo, task: Task) -> ModelFacts:
     """Facts from a copy of the model on the meta device."""
-    info = source.info
     trace = True
     try:
         with torch.device("meta"):
@@ -288,9 +322,8 @@ def _count(config: RunConfig, source: Source, task: Task) -> ModelFacts:
     )
 
 
-def _example(config: RunConfig, source: Source, device: torch.device) -> tuple[Tensor, ...]:
+def _example(config: RunConfig, info: SourceInfo, device: torch.device) -> tuple[Tensor, ...]:
     """Two samples of zeros, for techniques that have to watch the model run."""
-    info = source.info
     inputs = torch.zeros((2, *info.input_shape), dtype=info.input_dtype, device=device)
     if inputs.is_floating_point():
         inputs = inputs.to(_DTYPES[config.model.dtype])
@@ -334,7 +367,7 @@ def _build_to_device(config: RunConfig, device: torch.device) -> Callable[[Batch
         return value.to(dtype)
 
     def to_device(batch: Batch) -> Batch:
-        batch = batch.to(device)
+        batch = batch.to(device).settle()
         inputs = [adapt(value) for value in batch.inputs]
         return replace(batch, inputs=inputs, targets=[adapt(value) for value in batch.targets])
 
@@ -342,7 +375,11 @@ def _build_to_device(config: RunConfig, device: torch.device) -> Callable[[Batch
 
 
 def _build_loaders(
-    config: RunConfig, layout: Layout, mesh: Mesh, sources: tuple[Source, Source]
+    config: RunConfig,
+    layout: Layout,
+    mesh: Mesh,
+    sources: tuple[Source, Source],
+    changes: _Changes,
 ) -> tuple[Loader, Loader | None]:
     train_source, eval_source = sources
     data, train = config.data, config.train
@@ -355,6 +392,8 @@ def _build_loaders(
         "prefetch": data.prefetch,
         "pin_memory": mesh.device.type == "cuda",
         "device": mesh.device,
+        # On a CPU where it is read, beside the training; else on the device.
+        "change_later": mesh.device.type != "cpu",
     }
     loader = Loader(
         train_source,
@@ -362,13 +401,17 @@ def _build_loaders(
         accumulate=count_parts(layout),
         drop_last=data.drop_last,
         blocks=_blocks(config),
+        change=changes[0],
+        pairs=changes[0] is not None and changes[0].augment.mixes,
         **shared,
     )
     if train.eval_samples is not None:
         eval_source = FirstSamples(eval_source, train.eval_samples)
     if not len(eval_source):
         return loader, None
-    return loader, Loader(eval_source, batch=train.batch, shuffle=False, **shared)
+    return loader, Loader(
+        eval_source, batch=train.batch, shuffle=False, change=changes[1], **shared
+    )
 
 
 def _blocks(config: RunConfig) -> Blocks | None:

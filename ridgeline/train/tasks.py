@@ -1,8 +1,9 @@
 """What a model is trained for: a loss that is a mean over samples, and metrics as exact sums.
 
-A loss has to be the mean over the samples it is given: that is what lets any split of the global
-batch be put together again exactly. Metrics are pairs (sum, count), added over batches and ranks before
-anything is divided. Called by `train/setup.py` and `train/evaluate.py`.
+A loss has to be the mean over the samples it is given, or over their counted targets where the source
+says how many each sample has (`count_targets`): that is what lets any split of the global batch be put
+together again exactly. Metrics are pairs (sum, count), added over batches and ranks before anything is
+divided. Called by `train/setup.py` and `train/evaluate.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from ridgeline.named import import_named
 
 Loss = Callable[[Any, Tensor], Tensor]
 Sums = dict[str, tuple[Tensor, Tensor]]
+
+_IGNORED = -100
+"""A target that counts for nothing, as in torch."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,9 @@ def _count(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _classify_loss(outputs: Any, targets: Tensor) -> Tensor:
     logits = main_output(outputs)
-    if logits.dim() != 2 or targets.dim() != 1:
-        raise _shapes("classify", "[samples, classes] and [samples]", logits, targets)
+    if logits.dim() != 2 or targets.shape not in (logits.shape[:1], logits.shape):
+        wanted = "[samples, classes] and [samples], or [samples, classes] for both"
+        raise _shapes("classify", wanted, logits, targets)
     return F.cross_entropy(logits, targets)
 
 
@@ -81,8 +86,10 @@ def _shapes(task: str, wanted: str, outputs: Tensor, targets: Tensor) -> UsageEr
 
 
 def _classify_sums(outputs: Any, targets: Tensor) -> Sums:
-    right = (main_output(outputs).argmax(1) == targets).sum()
-    return {"accuracy": _count(right, targets.numel())}
+    # Of shares of classes (mixed samples) the largest is the one to find.
+    labels = targets if targets.dim() == 1 else targets.argmax(1)
+    right = (main_output(outputs).argmax(1) == labels).sum()
+    return {"accuracy": _count(right, labels.numel())}
 
 
 def _segment_sums(outputs: Any, targets: Tensor) -> Sums:
@@ -91,13 +98,11 @@ def _segment_sums(outputs: Any, targets: Tensor) -> Sums:
 
 
 def _causal_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean over the targets that are not ignored; 0 where all are, which torch calls no number."""
     logits = main_output(outputs)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _causal_sums(outputs: Any, targets: Tensor) -> Sums:
-    right = (main_output(outputs).argmax(-1) == targets).sum()
-    return {"token_accuracy": _count(right, targets.numel())}
+    some = (targets != _IGNORED).sum().clamp(max=1)
+    targets = torch.where(some > 0, targets, 0)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED) * some
 
 
 def _with_perplexity(means: dict[str, float]) -> dict[str, float]:
@@ -109,16 +114,16 @@ def _masked_loss(outputs: Any, targets: Tensor) -> Tensor:
     """Mean over samples of the mean over their masked positions, whatever their number."""
     logits = main_output(outputs)
     each = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
+        logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none"
     ).view(targets.shape)
-    masked = (targets != -100).sum(1).clamp(min=1)
+    masked = (targets != _IGNORED).sum(1).clamp(min=1)
     return (each.sum(1) / masked).mean()
 
 
-def _masked_sums(outputs: Any, targets: Tensor) -> Sums:
-    masked = targets != -100
-    right = ((main_output(outputs).argmax(-1) == targets) & masked).sum()
-    return {"token_accuracy": (right.double(), masked.sum().double())}
+def _token_sums(outputs: Any, targets: Tensor) -> Sums:
+    counted = targets != _IGNORED
+    right = ((main_output(outputs).argmax(-1) == targets) & counted).sum()
+    return {"token_accuracy": (right.double(), counted.sum().double())}
 
 
 def _forecast_loss(outputs: Any, targets: Tensor) -> Tensor:
@@ -155,7 +160,7 @@ TASKS: dict[str, Task] = {
     "causal_lm": Task(
         "causal_lm",
         _causal_loss,
-        _causal_sums,
+        _token_sums,
         _with_perplexity,
         metrics=("loss", "token_accuracy", "perplexity"),
         higher_is_better=frozenset({"token_accuracy"}),
@@ -163,7 +168,7 @@ TASKS: dict[str, Task] = {
     "masked_lm": Task(
         "masked_lm",
         _masked_loss,
-        _masked_sums,
+        _token_sums,
         _with_perplexity,
         metrics=("loss", "token_accuracy", "perplexity"),
         higher_is_better=frozenset({"token_accuracy"}),

@@ -69,7 +69,7 @@ def _local_steps(config: RunConfig, env: RankEnv, num_replicas: int, every: int)
         gradients: dict[str, Tensor] = {}
         for index, (training, batch) in enumerate(zip(replicas, batches, strict=True)):
             loss += float(_backward(training, batch, step).double())
-            factor = batch.num_global / max(sum(batch.counts), 1)
+            factor = batch.num_global_units / max(sum(batch.units), 1)
             for parameter in training.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad *= factor
@@ -77,7 +77,7 @@ def _local_steps(config: RunConfig, env: RankEnv, num_replicas: int, every: int)
                 named = training.model.named_parameters()
                 gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
             training.update()
-            seen[index] += sum(batch.counts)
+            seen[index] += sum(batch.units)
         if (step + 1) % every == 0:
             reference_local_sync([training.model for training in replicas], seen)
             seen = [0.0] * num_replicas

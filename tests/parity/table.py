@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
-from ridgeline.config import RunConfig, find_recipe, load_config
+from ridgeline.config import RECIPES, RunConfig, find_recipe, load_config
 from ridgeline.errors import RunError
 from ridgeline.layout import Layout, techniques
 from ridgeline.verify.layouts import factored_layouts, pair_layouts, single_layouts
@@ -48,10 +48,16 @@ BERT = (
     "{vocab_size: 257, hidden_size: 32, num_hidden_layers: 4, num_attention_heads: 4,"
     " intermediate_size: 64, max_position_embeddings: 64}"
 )
+PACKED = (
+    f"data.args={{path: {RECIPES.parent}, pattern: '**/__init__.py', seq_len: 48, pack: fit}}",
+    "model.args={size: 1m, vocab: 257, separator: 256}",
+)
+"""Short documents: every sequence has another number of targets that count."""
 DROPOUT = "model.args.dropout=0.1"
 KINDS: dict[str, Kind] = {
     "llama": Kind("llama-text"),
     "llama-tied": Kind("llama-text", ("model.args.tie_embeddings=true",)),
+    "llama-packed": Kind("llama-text", PACKED),
     "bert": Kind("bert-text"),
     "vit": Kind("vit-fields", (DROPOUT,)),
     "hf-gpt2": Kind("llama-text", _transformers("GPT2LMHeadModel", GPT2)),
@@ -126,6 +132,10 @@ REDUCED: dict[str, tuple[str, ...]] = {
         "dp=2,zero=3,cp=2,tp=2", "dp=2,zero=2,precision=fp16",
     ),
     "llama-tied": ("pp=2,microbatches=2", "dp=2,zero=2,pp=2,microbatches=2", "tp=2"),
+    "llama-packed": (
+        "dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "pp=2,microbatches=2",
+        "dp=2,accumulate=2", "dp=2,sync=local:2",
+    ),
     "hf-gpt2": ("tp=2,recompute=full", "pp=2,microbatches=2", "cp=2"),
     "hf-bert": ("tp=2", "pp=2,microbatches=2", "cp=2"),
     "bert": ("dp=2,tp=2",),

@@ -49,6 +49,27 @@ def refused(*overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.augment.crop=random", ["'random'", "data.augment.crop", "resized"]),
+        ("data.augment.flip_vertical=1.5", ["flip_vertical=1.5 is too large; the most is 1"]),
+        ("data.augment.hue=0.6", ["hue=0.6 is too large; the most is 0.5"]),
+        ("data.augment.mixup=-1", ["mixup=-1.0 is too small"]),
+        ("data.augment.size=[3]", ["size=[3]", "a height and a width"]),
+        ("data.augment.area=[0.5, 0.2]", ["area=[0.5, 0.2]", "the lower first"]),
+        ("data.augment.area=[0.5, 2]", ["area=[0.5, 2.0]", "at most 1"]),
+        ("data.augment.std=[1, 0]", ["std=[1.0, 0.0] has a 0"]),
+        ("data.augment.mean=[.nan]", ["mean=[nan]", "finite"]),
+        ("data.augment.mixip=1", ["data.augment.mixip", "did you mean data.augment.mixup?"]),
+    ],
+)
+def test_augmentation_out_of_range_is_refused(override: str, said: list[str]) -> None:
+    message = refused(override)
+    for part in said:
+        assert part in message
+
+
 # Resolving.
 
 

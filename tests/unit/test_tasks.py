@@ -94,6 +94,22 @@ def test_metrics_of_known_answers() -> None:
     assert mean("forecast", "rmse", torch.zeros(2, 2), torch.tensor([[3.0, 3], [3, 3]])) == 3.0
 
 
+def test_shares_of_classes_are_targets_too() -> None:
+    logits, labels = example("classify")
+    one_hot = torch.eye(5, dtype=torch.float64)[labels]
+    loss = TASKS["classify"].loss
+    torch.testing.assert_close(loss(logits, one_hot), loss(logits, labels))
+    mixed = 0.7 * one_hot + 0.3 * one_hot.roll(1, 0)
+    wanted = 0.7 * loss(logits, labels) + 0.3 * loss(logits, labels.roll(1))
+    torch.testing.assert_close(loss(logits, mixed), wanted)
+    parts = [loss(logits[a:b], mixed[a:b]) * (b - a) / 7 for a, b in ((0, 3), (3, 7))]
+    torch.testing.assert_close(sum(parts), wanted)
+    accuracy = mean("classify", "accuracy", logits, labels)
+    assert mean("classify", "accuracy", logits, one_hot) == accuracy
+    with pytest.raises(UsageError, match="or \\[samples, classes\\] for both"):
+        loss(logits, one_hot[:, :4])
+
+
 def test_half_precision_outputs_are_summed_in_double() -> None:
     outputs = torch.full((1, 70_000), 1.0, dtype=torch.float16)
     total, count = TASKS["forecast"].sums(outputs, torch.zeros_like(outputs))["rmse"]

@@ -258,6 +258,13 @@ def test_a_run_that_diverges_is_stopped(tmp_path: Path) -> None:
         (["train.task=clasify"], "did you mean 'classify'"),
         (["layout=dp=2"], "dp=2"),
         (["model.args.widht=3"], "widht"),
+        (
+            [
+                "model={name: llama, args: {vocab: 256}}",
+                "data={source: text, args: {pack: fit, max_bytes: 20000}}",
+            ],
+            "vocab=256 is too small for data.source=text, .* 257 different tokens; use .*vocab=257",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said_at_once(overrides: list[str], said: str) -> None:

@@ -1,7 +1,8 @@
 """Byte-level language modelling on any files, by default the Python standard library's own sources.
 
 No tokenizer and no download, so that a language model can be trained on any machine: the vocabulary
-is the 256 bytes, and one more for [MASK] when the task is masked. Built by `data/build.py`.
+is the 256 bytes, and one more for [MASK] when the task is masked, or for the separator when files are
+packed as documents (`data/packing.py`). Built by `data/build.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from ridgeline.data.arguments import choice, whole, wrong_value
 from ridgeline.data.keyed import keyed_bits, keyed_uniform
+from ridgeline.data.packing import IGNORED_TARGET, Packed, pack_stream, pack_whole
 from ridgeline.data.source import SourceInfo
 from ridgeline.errors import UsageError
 
 MASK_TOKEN = 256
-IGNORED_TARGET = -100
+SEPARATOR_TOKEN = 256
+_PACKERS = {"documents": pack_stream, "fit": pack_whole}
 _MASKED_FRACTION = 0.15
 _EVAL_FRACTION = 0.05
 _STDLIB_MAX_BYTES = 8_000_000
@@ -86,6 +89,38 @@ class Text:
         return inputs, np.where(chosen, tokens, IGNORED_TARGET)
 
 
+class Documents:
+    """Files as documents, packed into sequences of `seq_len` tokens; targets are the next bytes."""
+
+    def __init__(self, packed: Packed, notes: list[str]) -> None:
+        self._packed = packed
+        self.notes = notes
+        num_sequences, seq_len = packed.tokens_ST.shape
+        self._num_sequences = num_sequences
+        self.info = SourceInfo(
+            input_shape=(seq_len,),
+            input_dtype=torch.int64,
+            target_shape=(seq_len,),
+            target_dtype=torch.int64,
+            num_classes=SEPARATOR_TOKEN + 1,
+            task="causal_lm",
+            unit="tokens",
+            units_per_sample=seq_len,
+        )
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+        inputs = self._packed.tokens_ST[indices].astype(np.int64)
+        targets = self._packed.targets_ST[indices].astype(np.int64)
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def count_targets(self, indices: np.ndarray) -> np.ndarray:
+        counts: np.ndarray = self._packed.num_targets_S[indices]
+        return counts
+
+
 def build_text(
     seed: int,
     *,
@@ -94,14 +129,22 @@ def build_text(
     seq_len: Any = 128,
     max_bytes: Any = None,
     task: Any = "causal_lm",
-) -> tuple[Text, Text]:
+    pack: Any = "none",
+) -> tuple[Text | Documents, Text | Documents]:
     """`path`: a file, a folder (its files that match `pattern`) or a list of either.
 
     `max_bytes` keeps the first so many; without it the standard library is cut at 8,000,000 bytes
-    and the user's own files are read whole.
+    and the user's own files are read whole. `pack` makes each file a document with token 256 before it
+    and ignores targets in another document: `documents` puts them end to end, `fit` cuts only those
+    that are longer than a sequence.
     """
     seq_len = whole("text", "seq_len", seq_len)
     task = choice("text", "task", task, ("causal_lm", "masked_lm"))
+    pack = choice("text", "pack", pack, ("none", *_PACKERS))
+    if pack != "none":
+        seq_len = whole("text", "seq_len", seq_len, minimum=2)
+        if task != "causal_lm":
+            raise wrong_value("text", "pack", pack, f"none with task={task}; it is for causal_lm")
     if max_bytes is not None:
         max_bytes = whole("text", "max_bytes", max_bytes)
     elif path is None:
@@ -109,21 +152,49 @@ def build_text(
     if not isinstance(pattern, str) or not pattern or Path(pattern).is_absolute():
         raise wrong_value("text", "pattern", pattern, "a relative pattern such as '**/*.txt'")
     files = _stdlib_files() if path is None else _user_files(path, pattern)
-    data = _read(files, max_bytes)
+    documents = _read(files, max_bytes)
+    num_bytes = sum(map(len, documents))
     where = "the standard library" if path is None else f"path {path!r}"
-    num_eval = int(len(data) * _EVAL_FRACTION)
+    num_eval = int(num_bytes * _EVAL_FRACTION)
     if num_eval < seq_len + 1:
         needed = int((seq_len + 1) / _EVAL_FRACTION) + 1
         raise UsageError(
-            f"source 'text': {where} (data.args) gives {len(data)} bytes, too few for one sample "
+            f"source 'text': {where} (data.args) gives {num_bytes} bytes, too few for one sample "
             f"of seq_len={seq_len} in the held-out 5 %; it takes about {needed} bytes, or "
             "a smaller seq_len"
         )
+    if pack != "none":
+        first, last = _split(documents, num_bytes - num_eval)
+        return _pack(first, seq_len, pack), _pack(last, seq_len, pack)
+    data = np.concatenate(documents)
     train, held_out = data[:-num_eval], data[-num_eval:]
     return (
         Text(train, seq_len, task, seed, new_masks_each_epoch=True),
         Text(held_out, seq_len, task, seed, new_masks_each_epoch=False),
     )
+
+
+def _split(
+    documents: list[np.ndarray], num_first: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The first so many bytes and the rest; the document they meet in is one in both."""
+    first, rest = [], []
+    for document in documents:
+        here = min(len(document), num_first)
+        num_first -= here
+        first.append(document[:here])
+        rest.append(document[here:])
+    return [d for d in first if len(d)], [d for d in rest if len(d)]
+
+
+def _pack(documents: list[np.ndarray], seq_len: int, pack: str) -> Documents:
+    packed = _PACKERS[pack](documents, seq_len, SEPARATOR_TOKEN)
+    note = (
+        f"data.args.pack={pack}: {len(documents)} documents in {len(packed.tokens_ST)} sequences of "
+        f"{seq_len}, {100 * packed.fill:.1f} % full, {packed.num_cut} cut; token {SEPARATOR_TOKEN} "
+        "stands before each"
+    )
+    return Documents(packed, [note])
 
 
 def _stdlib_files() -> list[Path]:
@@ -164,7 +235,7 @@ def _user_files(path: Any, pattern: str) -> list[Path]:
     return files
 
 
-def _read(files: list[Path], max_bytes: int | None) -> np.ndarray:
+def _read(files: list[Path], max_bytes: int | None) -> list[np.ndarray]:
     pieces = []
     left = max_bytes
     for file in files:
@@ -177,4 +248,4 @@ def _read(files: list[Path], max_bytes: int | None) -> np.ndarray:
         pieces.append(piece)
         if left is not None:
             left -= len(piece)
-    return np.concatenate(pieces)
+    return pieces
