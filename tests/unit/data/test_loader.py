@@ -103,6 +103,8 @@ def test_workers_report_what_went_wrong(tmp_path):
 
 
 def test_workers_outlive_the_trainers_signals_and_are_replaced_when_killed():
+    # Another test may have started a server that was not told to outlive them.
+    multiprocessing.forkserver._forkserver._stop()
     loader = Loader(digits(), batch=100, workers=2)
     try:
         next(loader.epoch(0))
