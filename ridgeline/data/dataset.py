@@ -15,7 +15,7 @@ import threading
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ridgeline.data.formats.contract import (
     field_checksum,
 )
 from ridgeline.data.formats.table import FORMATS, detect
+from ridgeline.data.spent import Spent
 from ridgeline.errors import RunError, UsageError, unknown_word
 
 DATASET = "dataset.json"
@@ -140,6 +141,7 @@ class Dataset:
         """Names of the folders that samples of a labelled folder lay in, in order."""
         self.origin = origin
         self.check = check
+        self.spent = Spent()
         # Tables of shards that others wrote, which lie nowhere else.
         self._scanned = scanned or {}
         counts = [entry.num_samples for entry in self.entries]
@@ -179,7 +181,8 @@ class Dataset:
                 self._pid = os.getpid()
             shard = self._open.get(number)
             if shard is None:
-                shard = self._open[number] = self._open_shard(number)
+                with self.spent.during("open"):
+                    shard = self._open[number] = self._open_shard(number)
                 if len(self._open) > _MAX_OPEN:
                     self._open.popitem(last=False)
             else:
@@ -220,9 +223,13 @@ class Dataset:
         return sample
 
     def read_batch(
-        self, indices: np.ndarray, names: Sequence[str]
+        self,
+        indices: np.ndarray,
+        names: Sequence[str],
+        out: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray | list[Value]]:
-        """Some fields of several samples, in this order; fields of fixed shape come stacked.
+        """Some fields of several samples, in this order; fields of fixed shape come stacked, in `out`
+        where it has them.
 
         Samples are visited in the order they lie in, whatever order they are asked in.
         """
@@ -230,7 +237,9 @@ class Dataset:
         batch: dict[str, Any] = {}
         for name in names:
             field = self.schema[name]
-            if name in fixed:
+            if out is not None and name in out:
+                batch[name] = out[name]
+            elif name in fixed:
                 batch[name] = np.empty((len(indices), *field.shape), dtype=field.dtype)
             else:
                 batch[name] = [b""] * len(indices)

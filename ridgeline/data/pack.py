@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ridgeline.data.children import end_with_parent, signals_held
 from ridgeline.data.dataset import (
     DATASET,
     TABLE_SUFFIX,
@@ -318,6 +319,7 @@ def _begin_process(counter: Any, common: Any) -> None:
             counter.value += number
 
     _common = common
+    end_with_parent()
     _count_with(add)
 
 
@@ -449,7 +451,8 @@ def _run(
         min(processes, len(tasks)), context, initializer=_begin_process, initargs=(counter, common)
     )
     try:
-        futures = [pool.submit(_work_here, work, task) for task in tasks]
+        with signals_held():
+            futures = [pool.submit(_work_here, work, task) for task in tasks]
         pending = set(futures)
         while pending:
             done, pending = wait(pending, timeout=_TELL_EVERY_S, return_when=FIRST_COMPLETED)

@@ -10,15 +10,11 @@ there for those who cannot pay it. Called by `loader.py`.
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
-import os
 import pickle
 import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -26,14 +22,12 @@ from torch.utils.data import DataLoader
 
 from ridgeline.data.batch import Batch, Change, Failure, read_batch
 from ridgeline.data.order import BatchPlan
+from ridgeline.data.children import TRAINERS_SIGNALS, end_with_parent, signals_held
 from ridgeline.data.source import Source
 from ridgeline.errors import RunError, UsageError
 
 # What torch raises for a worker that is gone: its own check, or the broken connection to it.
 _WORKER_ERRORS = (RuntimeError, OSError, EOFError)
-# Ctrl-C and a scheduler's warnings reach every process of the job; only the trainer acts on them, and
-# the workers end when it does.
-_TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _PlanReader:
@@ -101,7 +95,7 @@ class Processes:
         self._check_current(generation)
         self._plans.current = plans
         try:
-            with _signals_held():
+            with signals_held():
                 items = iter(self._data_loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError(
@@ -146,32 +140,6 @@ class Processes:
 
 
 def _ignore_signals(worker: int) -> None:
-    for name in _TRAINERS_SIGNALS:
+    for name in TRAINERS_SIGNALS:
         signal.signal(name, signal.SIG_IGN)
-    threading.Thread(target=_end_with_rank, name="ridgeline-watch", daemon=True).start()
-
-
-def _end_with_rank() -> None:
-    """A rank that was killed cannot end its workers, and torch's own watch looks at the parent
-    process, which under a fork server is the server and lives on: wait for the rank itself."""
-    rank = multiprocessing.parent_process()
-    if rank is not None:
-        multiprocessing.connection.wait([rank.sentinel])
-        os._exit(1)
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Start processes with the trainer's signals blocked.
-
-    The mask is inherited, so that the fork server, which can be told nothing else, and workers that
-    are still starting survive them. The trainer gets what arrived in between afterwards.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINERS_SIGNALS)
-    try:
-        # Multiprocessing starts this helper on the way and unblocks SIGINT when it does.
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINERS_SIGNALS)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    end_with_parent()

@@ -22,6 +22,7 @@ from ridgeline.data.arguments import choice, flag, number, whole, wrong_value
 from ridgeline.data.dataset import CHECKS, Dataset, open_dataset
 from ridgeline.data.formats.contract import BadSample, Schema, describe_schema
 from ridgeline.data.keyed import keyed_uniform
+from ridgeline.data.memory import empty_batch
 from ridgeline.data.pack import classes_of
 from ridgeline.data.pixels import (
     IMAGE_SUFFIXES,
@@ -32,7 +33,6 @@ from ridgeline.data.pixels import (
 )
 from ridgeline.data.source import SourceInfo
 from ridgeline.data.sources.images import EVAL_FOLDERS
-from ridgeline.data.spent import Spent
 from ridgeline.errors import RunError, UsageError
 
 _INPUTS = ("input", "inputs", "image", "img", "x", "data", "tokens", "npy", "array")
@@ -58,7 +58,6 @@ class Packed:
     ) -> None:
         self.dataset = dataset
         self.class_names = list(class_names)
-        self.spent = Spent()
         self._members = members
         self._fields = fields
         self._labels = labels
@@ -96,9 +95,16 @@ class Packed:
         fields = self._fields
         members = self._members[indices]
         names = [fields.input] if fields.target is None else [fields.input, fields.target]
-        with self.spent.during("read"):
-            batch = self.dataset.read_batch(members, names)
-        with self.spent.during("decode"):
+        spent = self.dataset.spent
+        # Arrays are read to where they stay.
+        made = {
+            name: tensor for name in names if (tensor := self._room(name, len(members))) is not None
+        }
+        with spent.during("read"):
+            out = {name: tensor.numpy() for name, tensor in made.items()}
+            batch: dict[str, Any] = dict(self.dataset.read_batch(members, names, out))
+        batch.update(made)
+        with spent.during("decode"):
             found = batch[fields.input]
             if fields.is_image:
                 inputs = self._decode(found, members, indices, epoch)
@@ -110,10 +116,19 @@ class Packed:
             return inputs[:, :-1].contiguous(), inputs[:, 1:].contiguous()
         return inputs, self._targets(batch[fields.target])
 
+    def _room(self, name: str, num: int) -> Tensor | None:
+        """Memory for a field of `num` samples; None where it does not come as one array."""
+        field = self.dataset.schema[name]
+        if not field.is_fixed or field.dtype in _TORCH_INTEGERS:
+            return None
+        dtype = torch.from_numpy(np.empty(0, dtype=field.dtype)).dtype
+        return empty_batch((num, *(side or 0 for side in field.shape)), dtype)
+
     def _decode(self, found: Any, members: np.ndarray, indices: np.ndarray, epoch: int) -> Tensor:
         fields, size = self._fields, self._fields.size
         shape = (len(members), 3, size, size)
-        images = np.empty(shape, dtype=np.uint8 if fields.as_bytes else np.float32)
+        made = empty_batch(shape, torch.uint8 if fields.as_bytes else torch.float32)
+        images = made.numpy()
         draws = keyed_uniform((self._seed, epoch), indices, NUM_DRAWS)
         for row, data in enumerate(found):
             try:
@@ -128,10 +143,10 @@ class Packed:
                 images[row] = pixels.transpose(2, 0, 1)
             else:
                 normalise_into(pixels, images[row])
-        return torch.from_numpy(images)
+        return made
 
     def _targets(self, found: Any) -> Tensor:
-        if isinstance(found, np.ndarray):
+        if isinstance(found, Tensor | np.ndarray):
             return _as_tensor(found)
         return torch.from_numpy(np.array([_label(value) for value in found], dtype=np.int64))
 
@@ -222,7 +237,7 @@ def _label(value: Any) -> int:
 
 
 def _stack(found: Any, name: str, dataset: Dataset) -> Tensor:
-    if isinstance(found, np.ndarray):
+    if isinstance(found, Tensor | np.ndarray):
         return _as_tensor(found)
     shapes = sorted({value.shape for value in found})
     if len(shapes) > 1:
@@ -233,7 +248,9 @@ def _stack(found: Any, name: str, dataset: Dataset) -> Tensor:
     return _as_tensor(np.stack(found))
 
 
-def _as_tensor(array: np.ndarray) -> Tensor:
+def _as_tensor(array: np.ndarray | Tensor) -> Tensor:
+    if isinstance(array, Tensor):
+        return array
     # torch has hardly any operations on unsigned integers wider than a byte.
     wide = _TORCH_INTEGERS.get(array.dtype.name)
     return torch.from_numpy(array if wide is None else array.astype(wide))

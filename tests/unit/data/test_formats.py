@@ -236,7 +236,7 @@ def _sums(args: tuple[str, Path, Schema, Table]) -> list[int]:
 
 def test_another_process_reads_it(form: Format, written: tuple[Path, Schema, Table]) -> None:
     path, schema, table = written
-    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         sums = pool.apply(_sums, ((form.name, path, schema, table),))
     assert sums == table.checksums.tolist()
 

@@ -103,8 +103,6 @@ def test_workers_report_what_went_wrong(tmp_path):
 
 
 def test_workers_outlive_the_trainers_signals_and_are_replaced_when_killed():
-    # Another test may have started a server that was not told to outlive them.
-    multiprocessing.forkserver._forkserver._stop()
     loader = Loader(digits(), batch=100, workers=2)
     try:
         next(loader.epoch(0))
@@ -257,3 +255,22 @@ def test_batch_moves_and_device_fetch():
 def test_wrong_arguments(kwargs, message):
     with pytest.raises(UsageError, match=message):
         Loader(digits(), **kwargs)
+
+
+def test_memory_of_batches_is_used_again_when_nobody_holds_it():
+    from ridgeline.data.memory import empty_batch
+
+    first = empty_batch((300, 1024), torch.float32)
+    address = first.data_ptr()
+    part = first[10:20].numpy()[2:]
+    part[...] = 7.0
+    del first
+    gc.collect()
+    # A view of a view is enough to keep it.
+    second = empty_batch((300, 1024), torch.float32)
+    assert second.data_ptr() != address
+    second.fill_(1.0)
+    assert (part == 7.0).all()
+    del part
+    gc.collect()
+    assert empty_batch((300, 1024), torch.float32).data_ptr() == address
