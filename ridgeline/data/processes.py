@@ -12,7 +12,6 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import signal
-import threading
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from ridgeline.data.batch import Batch, Change, Failure, read_batch
-from ridgeline.data.order import BatchPlan
 from ridgeline.data.children import TRAINERS_SIGNALS, end_with_parent, signals_held
+from ridgeline.data.order import BatchPlan
 from ridgeline.data.source import Source
 from ridgeline.errors import RunError, UsageError
 
