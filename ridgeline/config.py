@@ -107,6 +107,8 @@ class AugmentConfig:
     mixup too, each sample has one of the two."""
     mix_share: float = 1.0
     """Probability that a sample is mixed at all."""
+    where: str = "device"
+    """device: on the GPU, beside the step; host: in the loader, for a GPU that has no time for it."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "float64", "bfloat16", "float16"),
     "data.shuffle": ("full", "blocks"),
     "data.stage_share": ("node", "job"),
+    "data.augment.where": ("device", "host"),
     "data.augment.crop": ("none", "resized", "padded", "centre"),
     "train.lr_rule": ("none", "linear", "sqrt"),
     "optim.name": ("adamw", "adam", "sgd"),

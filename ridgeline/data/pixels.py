@@ -48,7 +48,9 @@ def decode_image(
 
     try:
         with Image.open(file) as opened:
-            image = opened.convert("RGB")
+            opened.load()
+            # To convert what is right already would be a copy.
+            image: Image.Image = opened if opened.mode == "RGB" else opened.convert("RGB")
     # Pillow raises SyntaxError too, for some broken headers.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from error

@@ -393,7 +393,7 @@ def _build_loaders(
         "pin_memory": mesh.device.type == "cuda",
         "device": mesh.device,
         # On a CPU where it is read, beside the training; else on the device.
-        "change_later": mesh.device.type != "cpu",
+        "change_later": mesh.device.type != "cpu" and data.augment.where == "device",
     }
     loader = Loader(
         train_source,

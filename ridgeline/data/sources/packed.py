@@ -39,7 +39,9 @@ _INPUTS = ("input", "inputs", "image", "img", "x", "data", "tokens", "npy", "arr
 _TARGETS = ("target", "targets", "label", "labels", "cls", "class", "y")
 # How far a sample that cannot be read looks for one that can.
 _MAX_STEPS = 1000
+# torch has hardly any operations on these; uint16 pixels stay, because `data.augment` decodes them.
 _TORCH_INTEGERS = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+_STORED_REALS = ("int16", "uint16")
 
 
 class Packed:
@@ -65,9 +67,7 @@ class Packed:
         self._augment = augment
         self._on_error = on_error
         self._skipped: list[str] = []
-        self.info = _info(
-            dataset, fields, len(self.class_names) or None, self._first_target(members)
-        )
+        self.info = _info(dataset, fields, len(self.class_names) or None, self._first_target())
 
     def __len__(self) -> int:
         return len(self._members)
@@ -119,15 +119,18 @@ class Packed:
     def _room(self, name: str, num: int) -> Tensor | None:
         """Memory for a field of `num` samples; None where it does not come as one array."""
         field = self.dataset.schema[name]
-        if not field.is_fixed or field.dtype in _TORCH_INTEGERS:
+        if not field.is_fixed or _widened(field.dtype, len(field.shape)) is not None:
             return None
         dtype = torch.from_numpy(np.empty(0, dtype=field.dtype)).dtype
         return empty_batch((num, *(side or 0 for side in field.shape)), dtype)
 
     def _decode(self, found: Any, members: np.ndarray, indices: np.ndarray, epoch: int) -> Tensor:
         fields, size = self._fields, self._fields.size
-        shape = (len(members), 3, size, size)
-        made = empty_batch(shape, torch.uint8 if fields.as_bytes else torch.float32)
+        if fields.as_bytes:
+            # As decoders give them, pixel by pixel; the tensor is a view of that with channels first.
+            made = empty_batch((len(members), size, size, 3), torch.uint8).permute(0, 3, 1, 2)
+        else:
+            made = empty_batch((len(members), 3, size, size), torch.float32)
         images = made.numpy()
         draws = keyed_uniform((self._seed, epoch), indices, NUM_DRAWS)
         for row, data in enumerate(found):
@@ -150,10 +153,10 @@ class Packed:
             return _as_tensor(found)
         return torch.from_numpy(np.array([_label(value) for value in found], dtype=np.int64))
 
-    def _first_target(self, members: np.ndarray) -> np.ndarray | None:
-        if self._fields.target is None or not len(members):
+    def _first_target(self) -> np.ndarray | None:
+        if self._fields.target is None:
             return None
-        target = self.dataset.read(int(members[0]))[self._fields.target]
+        target = self.dataset.read(int(self._members[0]) if len(self) else 0)[self._fields.target]
         return target if isinstance(target, np.ndarray) else np.array(_label(target))
 
     def _readable(self, indices: np.ndarray) -> np.ndarray:
@@ -248,12 +251,17 @@ def _stack(found: Any, name: str, dataset: Dataset) -> Tensor:
     return _as_tensor(np.stack(found))
 
 
+def _widened(dtype: str, num_dims: int) -> type | None:
+    """The type that values of a field with so many dimensions are brought to."""
+    return None if dtype == "uint16" and num_dims > 1 else _TORCH_INTEGERS.get(dtype)
+
+
 def _as_tensor(array: np.ndarray | Tensor) -> Tensor:
     if isinstance(array, Tensor):
         return array
-    # torch has hardly any operations on unsigned integers wider than a byte.
-    wide = _TORCH_INTEGERS.get(array.dtype.name)
-    return torch.from_numpy(array if wide is None else array.astype(wide))
+    return torch.from_numpy(
+        array.astype(wide) if (wide := _widened(array.dtype.name, array.ndim - 1)) else array
+    )
 
 
 def _info(
@@ -270,7 +278,7 @@ def _info(
                 "shapes; a batch needs one shape, so pack them cropped or padded to one"
             )
         shape = tuple(side or 0 for side in field.shape)
-        dtype = _as_tensor(np.zeros(1, dtype=field.dtype)).dtype
+        dtype = _as_tensor(np.zeros((1, *([1] * len(shape))), dtype=field.dtype)).dtype
         # Brought to the model's type on the device, where that costs nothing.
         dtype = torch.float32 if dtype.is_floating_point else dtype
     if target is None and not fields.wants_labels:
@@ -287,9 +295,12 @@ def _info(
         )
     if target is None:
         return SourceInfo(shape, dtype, (), torch.int64, num_classes, "classify")
-    wanted = _as_tensor(np.zeros(1, dtype=target.dtype)).dtype
+    wanted = _as_tensor(np.zeros((1, *([1] * target.ndim)), dtype=target.dtype)).dtype
     if wanted.is_floating_point:
         return SourceInfo(shape, dtype, target.shape, torch.float32, None, "forecast")
+    if target.dtype.name in _STORED_REALS and target.shape == shape and dtype == wanted:
+        # Real values that were packed into 16 bits, as climate data are; `data.augment` unpacks them.
+        return SourceInfo(shape, dtype, target.shape, wanted, None, "forecast")
     task = "classify" if target.ndim == 0 else "segment"
     return SourceInfo(shape, dtype, target.shape, wanted, num_classes, task)
 
@@ -311,12 +322,13 @@ def build_packed(
 ) -> tuple[Packed, Packed]:
     """`size`, `crop`, `augment`: of images, as for the source `images`. `pixels`: `float`, normalised, or
     `bytes`, for `data.augment` to work on. `check`: compare checksums once (a process), always or never.
-    `on_error`: `stop` at a sample that cannot be read, or `skip` to the next that can."""
+    `holdout`: share kept for evaluation where there is no such part; 0 keeps none. `on_error`: `stop` at
+    a sample that cannot be read, or `skip` to the next that can."""
     size = whole("packed", "size", size)
     crop = number("packed", "crop", crop, 0.0, 1.0)
     augment = flag("packed", "augment", augment)
     pixels = choice("packed", "pixels", pixels, ("float", "bytes"))
-    holdout = number("packed", "holdout", holdout, 0.0, 0.9)
+    holdout = 0.0 if holdout == 0 else number("packed", "holdout", holdout, 0.0, 0.9)
     check = choice("packed", "check", check, CHECKS)
     on_error = choice("packed", "on_error", on_error, ("stop", "skip"))
     if classes is not None:
@@ -360,6 +372,8 @@ def _find_parts(path: Path, holdout: float, check: str) -> tuple[_Part, _Part]:
 
 def _split(dataset: Dataset, numbers: np.ndarray, holdout: float) -> tuple[_Part, _Part]:
     """Hold out evenly spaced samples of a class: those where j * holdout passes a whole number."""
+    if not holdout:
+        return (dataset, numbers), (dataset, numbers[:0])
     names = dataset.classes or classes_of(dataset.iter_keys())
     labels = _labels(dataset, numbers, names) if names else np.zeros(len(numbers), dtype=np.int64)
     passes = np.zeros(len(numbers), dtype=bool)
