@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.data.arguments import choice, flag, number, whole, wrong_value
+from ridgeline.data.dali import DaliDecoder, require_dali
 from ridgeline.data.dataset import CHECKS, Dataset, open_dataset
 from ridgeline.data.formats.contract import BadSample, Schema, describe_schema
 from ridgeline.data.keyed import keyed_uniform
@@ -132,21 +133,47 @@ class Packed:
         else:
             made = empty_batch((len(members), 3, size, size), torch.float32)
         images = made.numpy()
-        draws = keyed_uniform((self._seed, epoch), indices, NUM_DRAWS)
-        for row, data in enumerate(found):
-            try:
-                pixels = decode_image(
-                    io.BytesIO(data), size, fields.crop, draws[row] if self._augment else None
-                )
-            except ValueError as error:
-                member = int(members[row])
-                shard, at = self.dataset.locate(member)
-                raise self.dataset.shard(shard).damaged(at, f"is no image: {error}") from error
+        for row, pixels in enumerate(self._pixels(found, members, indices, epoch)):
             if fields.as_bytes:
                 images[row] = pixels.transpose(2, 0, 1)
             else:
                 normalise_into(pixels, images[row])
         return made
+
+    def _pixels(
+        self, found: Any, members: np.ndarray, indices: np.ndarray, epoch: int
+    ) -> Iterator[np.ndarray]:
+        """Each image as (size, size, 3) bytes; an error names the sample."""
+        fields = self._fields
+        if fields.dali is not None:
+            try:
+                yield from fields.dali(found)
+                return
+            except ValueError as error:
+                if self._on_error == "stop" and len(members) > 1:
+                    # It does not say which: one at a time, the one that fails is named below.
+                    for row in range(len(members)):
+                        list(
+                            self._pixels(
+                                found[row : row + 1], members[row : row + 1], indices, epoch
+                            )
+                        )
+                raise self._no_image(int(members[0]), error) from error
+        draws = keyed_uniform((self._seed, epoch), indices, NUM_DRAWS)
+        for row, data in enumerate(found):
+            try:
+                yield decode_image(
+                    io.BytesIO(data),
+                    fields.size,
+                    fields.crop,
+                    draws[row] if self._augment else None,
+                )
+            except ValueError as error:
+                raise self._no_image(int(members[row]), error) from error
+
+    def _no_image(self, member: int, error: Exception) -> BadSample:
+        shard, row = self.dataset.locate(member)
+        return self.dataset.shard(shard).damaged(row, f"is no image: {error}")
 
     def _targets(self, found: Any) -> Tensor:
         if isinstance(found, Tensor | np.ndarray):
@@ -191,6 +218,7 @@ class _Fields:
         size: int,
         crop: float,
         pixels: str,
+        decoder: str,
     ) -> None:
         schema = dataset.schema
         self.size, self.crop, self.as_bytes = size, crop, pixels == "bytes"
@@ -203,7 +231,8 @@ class _Fields:
                 f"them is the input is not plain (input={input_name!r} in data.args); name one of them"
             )
         self.is_image = schema[self.input].kind == "bytes"
-        if self.is_image:
+        self.dali = DaliDecoder(size, crop) if self.is_image and decoder == "dali" else None
+        if self.is_image and self.dali is None:
             require_pillow("packed")
         self.target = target_name or _pick(schema, _TARGETS)
         if self.target is not None and self.target not in schema:
@@ -316,18 +345,28 @@ def build_packed(
     crop: Any = 1.0,
     augment: Any = False,
     pixels: Any = "float",
+    decoder: Any = "pillow",
     holdout: Any = 0.1,
     check: Any = "once",
     on_error: Any = "stop",
 ) -> tuple[Packed, Packed]:
     """`size`, `crop`, `augment`: of images, as for the source `images`. `pixels`: `float`, normalised, or
-    `bytes`, for `data.augment` to work on. `check`: compare checksums once (a process), always or never.
-    `holdout`: share kept for evaluation where there is no such part; 0 keeps none. `on_error`: `stop` at
-    a sample that cannot be read, or `skip` to the next that can."""
+    `bytes`, for `data.augment` to work on. `decoder`: `pillow`, or `dali` where that is installed.
+    `holdout`: share kept for evaluation where there is no such part; 0 keeps none. `check`: compare
+    checksums once (a process), always or never. `on_error`: `stop` at a sample that cannot be read, or
+    `skip` to the next that can."""
     size = whole("packed", "size", size)
     crop = number("packed", "crop", crop, 0.0, 1.0)
     augment = flag("packed", "augment", augment)
     pixels = choice("packed", "pixels", pixels, ("float", "bytes"))
+    decoder = choice("packed", "decoder", decoder, ("pillow", "dali"))
+    if decoder == "dali":
+        require_dali()
+        if augment:
+            raise UsageError(
+                "source 'packed': augment=true in data.args is Pillow's; with decoder='dali' use "
+                "pixels='bytes' and data.augment.crop=resized"
+            )
     holdout = 0.0 if holdout == 0 else number("packed", "holdout", holdout, 0.0, 0.9)
     check = choice("packed", "check", check, CHECKS)
     on_error = choice("packed", "on_error", on_error, ("stop", "skip"))
@@ -343,7 +382,7 @@ def build_packed(
     names = parts[0][0].classes or classes_of(parts[0][0].iter_keys())
     made = []
     for (dataset, members), augmented in zip(parts, (augment, False), strict=True):
-        fields = _Fields(dataset, input, target, size, crop, pixels)
+        fields = _Fields(dataset, input, target, size, crop, pixels, decoder)
         labels = _labels(dataset, members, names) if fields.wants_labels else None
         listed = names if fields.wants_labels else [str(i) for i in range(classes or 0)]
         made.append(Packed(dataset, members, fields, labels, listed, seed, augmented, on_error))

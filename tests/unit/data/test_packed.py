@@ -259,3 +259,37 @@ def test_a_table_that_is_not_its_own(stored, tmp_path):
     (path / DATASET).write_text(json.dumps({"ridgeline_data": 1}))
     with pytest.raises(UsageError, match="pack the data set again"):
         open_dataset(path)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Smooth images of several sizes as JPEG, packed."""
+    for number in range(6):
+        x, y = np.meshgrid(np.linspace(0, 1, 40 + number), np.linspace(0, 1, 30))
+        pixels = np.stack([255 * x, 255 * y, 255 * (x + y) / 2], axis=-1).astype(np.uint8)
+        (tmp_path / "raw" / "a").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "raw" / "a" / f"{number}.jpg", quality=95)
+    pack(open_dataset(tmp_path / "raw"), tmp_path / "photos", FORMATS["tar"])
+    return tmp_path / "photos"
+
+
+def test_dali_decodes_nearly_as_pillow(photos):
+    pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed here")
+    args = {"path": str(photos), "size": 24, "pixels": "bytes", "holdout": 0}
+    pillow, dali = (
+        build_sources("packed", {**args, "decoder": name}, 0)[0].fetch(np.arange(6), 0)[0]
+        for name in ("pillow", "dali")
+    )
+    assert pillow.shape == dali.shape == (6, 3, 24, 24)
+    assert (pillow.float() - dali.float()).abs().mean() < 2.0
+
+
+def test_dali_has_to_be_there(photos):
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError:
+        with pytest.raises(UsageError, match="needs NVIDIA DALI"):
+            build_sources("packed", {"path": str(photos), "decoder": "dali"}, 0)
+    else:
+        with pytest.raises(UsageError, match=r"data\.augment"):
+            build_sources("packed", {"path": str(photos), "decoder": "dali", "augment": True}, 0)
