@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--measure", type=int, default=8000, help="Images timed in a turn.")
     parser.add_argument("--measure-arrays", type=int, default=400)
     parser.add_argument(
-        "--cold", action="store_true", help="Large arrays from the disk, not from memory."
+        "--warm", action="store_true", help="Large arrays from memory, not the disk."
     )
     parser.add_argument(
         "--where", type=Path, help="A folder that is kept; default: a temporary one."

@@ -143,6 +143,12 @@ class FixedColumn:
         return None
 
 
+    def ahead(self, first: int, last: int) -> None:
+        size = self._bytes
+        start = self._offset + first * size
+        os.posix_fadvise(self._fd, start, (last - first) * size, os.POSIX_FADV_WILLNEED)
+
+
 class FlatColumn:
     """Bytes, or arrays of varying shape, one after another in one flat array."""
 
@@ -177,6 +183,13 @@ class FlatColumn:
 
     def into(self, shard: Shard, rows: np.ndarray, out: np.ndarray) -> None:
         each_into(self, shard, rows, out)
+
+    def ahead(self, first: int, last: int) -> None:
+        if self._offsets is not None:
+            itemsize = self._flat.dtype.itemsize
+            start, end = (int(self._offsets[row]) * itemsize for row in (first, last))
+            place = self._flat.offset + start
+            os.posix_fadvise(self._flat.fd, place, end - start, os.POSIX_FADV_WILLNEED)
 
 
 class MemoryColumn:
@@ -239,6 +252,11 @@ class ColumnShard(Shard):
 
     def read_into(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
         self._columns[name].into(self, rows, out)
+
+    def ahead(self, first: int, last: int) -> None:
+        for _, column in self._items:
+            if isinstance(column, FixedColumn | FlatColumn):
+                column.ahead(first, last)
 
     def close(self) -> None:
         while self._fds:
