@@ -38,6 +38,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("verify",),
     ("scaling", "search", "export", "report"),
     ("compat",),
+    ("cli_shared",),
     ("cli_checkpoint", "cli_data", "cli_machine"),
     ("cli",),
 ]
@@ -63,6 +64,7 @@ TORCH_FREE = (
     "ridgeline.machine.verdict",
     "ridgeline.machine.record",
     "ridgeline.machine.show",
+    "ridgeline.cli_shared",
     "ridgeline.cli_checkpoint",
     "ridgeline.data.pack",
     "ridgeline.cli_data",
