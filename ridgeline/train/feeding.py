@@ -209,12 +209,11 @@ class _Tally:
         self.num_batches = self._num_samples = self._num_bytes = 0
 
     def count(self, batches: Iterator[Batch], is_new: bool, is_cold: bool) -> None:
-        """One epoch; of new readers the first round, in which they start, is not counted."""
+        """One epoch; of new readers the batches that they were given first, before all had started, are
+        not counted: the whole of a short epoch, or half of it where every epoch has new readers."""
         begin = time.perf_counter()
-        skipped = min(self._readers, len(self._loader) - 1) if is_new else 0
-        # The only batch of an epoch: the whole epoch is the start, unless the next is one too.
-        if is_new and not skipped and not is_cold:
-            skipped = 1
+        given, length = self._readers * max(1, self._loader.prefetch), len(self._loader)
+        skipped = min(given, length // 2 if is_cold else length) if is_new else 0
         before = self._seconds
         for number, batch in enumerate(batches):
             now = time.perf_counter()

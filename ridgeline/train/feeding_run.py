@@ -167,6 +167,7 @@ def bench(config: RunConfig, choice: Choice, tell: Told) -> Findings:
         found.verdict = _verdict(found, training.loader)
         if cold is not None:
             found.notes += cold.notes("the recipe's data")
+            found.notes += _say_short(training.loader, max(choice.workers))
         if choice.formats:
             _measure_formats(found, training, choice, tell)
         found.notes += _notes(found, training)
@@ -222,6 +223,16 @@ def _verdict(found: Findings, loader: Loader) -> str:
             f"{found.demand.samples_per_s:,.0f} a rank"
         )
     return conclude(found.supplies, found.demand.samples_per_s, found.parts)
+
+
+def _say_short(loader: Loader, workers: int) -> list[str]:
+    """A cold epoch has new readers, and their first batches are no measure."""
+    if len(loader) >= 4 * workers * max(1, loader.prefetch):
+        return []
+    return [
+        f"--cold: an epoch has only {len(loader)} batches, of which many readers have some done before "
+        "the first is asked for; figures of many workers are too high."
+    ]
 
 
 def _notes(found: Findings, training: Training) -> list[str]:
