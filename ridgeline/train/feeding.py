@@ -41,7 +41,7 @@ PARTS = ("open", "read", "decode", "fetch", "collate", "augment", "copy")
 """Of a sample's way from the disk to the device; `fetch` where a source does not say more."""
 
 _REMEDIES = {
-    "open": "write larger shards (`ridgeline data pack --shard-size`)",
+    "open": "pack the files, into larger shards if they are (`ridgeline data pack --shard-size`)",
     "read": "pack the files (`ridgeline data pack`) or copy them to the node's disk "
     "(data.stage=auto)",
     "decode": "use more cores, smaller images, data.args.pixels=bytes with data.augment on the "
@@ -216,6 +216,7 @@ class _Tally:
         skipped = min(given, length // 2 if is_cold else length) if is_new else 0
         before = self._seconds
         for number, batch in enumerate(batches):
+            _wait_for(batch.inputs[0].device)
             now = time.perf_counter()
             if self._startup_s is None:
                 self._startup_s = now - begin
@@ -348,8 +349,10 @@ def measure_parts(
 
 
 def _inner_spent(source: Any) -> Spent | None:
-    """What a packed source adds up itself."""
-    spent = getattr(getattr(source, "dataset", None), "spent", None)
+    """What a source adds up itself, or the data set that it reads."""
+    spent = getattr(source, "spent", None) or getattr(
+        getattr(source, "dataset", None), "spent", None
+    )
     return spent if isinstance(spent, Spent) else None
 
 

@@ -146,6 +146,8 @@ def bench(config: RunConfig, choice: Choice, tell: Told) -> Findings:
     """Measure everything that was chosen."""
     check_names(config)
     alone, num_ranks = one_rank(config)
+    # As the launcher shares the cores out.
+    alone = replace(alone, threads=config.threads or max(1, choice.cores // num_ranks))
     training = build_training(alone, read_rank_env({}), resumes=True)
     try:
         cold = _Cold(_files_of(training)) if choice.cold else None
@@ -154,10 +156,11 @@ def bench(config: RunConfig, choice: Choice, tell: Told) -> Findings:
         tell("the step", 1, 2)
         parts = measure_parts(training, training.loader, choice.seconds, cold)
         tell("the step", 2, 2)
+        facts = training.machine_facts
         found = Findings(
             recipe=config.name,
             source=config.data.source,
-            device=training.machine_facts.device_kind,
+            device="cpu" if facts.device_kind == "cpu" else facts.device_name,
             cores=choice.cores,
             num_ranks=num_ranks,
             demand=demand,

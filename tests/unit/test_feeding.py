@@ -125,7 +125,7 @@ def test_how_many_are_enough_is_one_sentence(asked: float, said: str) -> None:
 @pytest.mark.parametrize(
     ("part", "remedy"),
     [
-        ("open", "larger shards"),
+        ("open", "--shard-size"),
         ("read", "data.stage=auto"),
         ("decode", "pixels=bytes"),
         ("fetch", "recipe:NAME"),
@@ -199,8 +199,8 @@ def test_a_larger_model_asks_for_less() -> None:
 @pytest.mark.parametrize("kind", ["threads", "workers"])
 def test_readers_of_a_source_that_waits_add_up(kind: str) -> None:
     loader = Loader(SleepySource(0.03), batch=20)
-    one = measure_supply(loader.varied(**{kind: 1}), 0.5)
-    four = measure_supply(loader.varied(**{kind: 4}), 0.5)
+    one = measure_supply(loader.varied(**{kind: 1}), 0.3)
+    four = measure_supply(loader.varied(**{kind: 4}), 0.3)
     assert one.samples_per_s < 20 / 0.03 * 1.05  # no faster than it sleeps
     assert 2.2 < four.samples_per_s / one.samples_per_s < 5
     assert four.bytes_per_s == pytest.approx(four.samples_per_s * (4 * 4 + 8))
@@ -369,6 +369,10 @@ def test_images_are_packed_as_their_files(tmp_path: Path) -> None:
     assert len(samples) == 10
     assert {samples.key(i).partition("/")[0] for i in range(10)} == {"cat", "dog"}
     assert samples.read(0)["png"][:4] == b"\x89PNG"
+    parts = measure_parts(training, training.loader, 0.1)
+    assert list(parts.seconds) == ["open", "read", "decode", "collate", "copy"]
+    assert parts.largest() in ("open", "decode")
+    assert sum(parts.seconds.values()) == pytest.approx(parts.total_s, rel=0.05)
 
 
 def test_text_says_what_was_not_measured() -> None:
