@@ -145,6 +145,7 @@ def one_rank(config: RunConfig) -> tuple[RunConfig, int]:
 def bench(config: RunConfig, choice: Choice, tell: Told) -> Findings:
     """Measure everything that was chosen."""
     check_names(config)
+    load = os.getloadavg()[0]
     alone, num_ranks = one_rank(config)
     # As the launcher shares the cores out.
     alone = replace(alone, threads=config.threads or max(1, choice.cores // num_ranks))
@@ -174,6 +175,11 @@ def bench(config: RunConfig, choice: Choice, tell: Told) -> Findings:
         if choice.formats:
             _measure_formats(found, training, choice, tell)
         found.notes += _notes(found, training)
+        if load > choice.cores / 2:
+            found.notes.append(
+                f"Others were at work here (load {load:.1f} on {choice.cores} cores): measure again on a "
+                "machine of your own before you rely on this."
+            )
         return found
     finally:
         training.close_loaders()
