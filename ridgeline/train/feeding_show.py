@@ -43,7 +43,7 @@ def _rates(found: Findings, supply: Supply) -> tuple[str, ...]:
     return (
         f"{supply.samples_per_s:,.0f}",
         f"{supply.bytes_per_s / 1e6:,.1f}",
-        f"{supply.samples_per_s / found.demand.samples_per_s:.0%}",
+        f"{supply.samples_per_s / found.demand.samples_per_s:,.0%}",
     )
 
 
