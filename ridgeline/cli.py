@@ -7,7 +7,6 @@ node that has none. Errors of ours become one line and an exit code: 2 for usage
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
 import sys
@@ -20,6 +19,7 @@ import typer
 from ridgeline.cli_checkpoint import checkpoint_app
 from ridgeline.cli_data import data_app
 from ridgeline.cli_machine import machine_app
+from ridgeline.cli_shared import num_cores, require_torch
 from ridgeline.errors import Requeue, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def train(
     options = [f"{key}={value}" for key, value in said.items() if value is not None]
     config = load_config(find_recipe(recipe), [*(overrides or []), *options]).config
     known = into is not None and (into / CONFIG).is_file()
-    _require_torch()
+    require_torch("training")
     count = num_processes or _default_processes(config, RunDir(into) if known and into else None)
     _check_before_start(config, count)
     run = RunDir.create(out, config.name) if into is None else RunDir.at(into)
@@ -97,16 +97,6 @@ def train(
         _run_ranks(config, count, run, before)
     report = _write_report(run)
     typer.echo(f"run directory: {run.path}\nreport: {report}")
-
-
-def _require_torch() -> None:
-    """Everything but training works without torch; say so before a run directory is made."""
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "training needs torch, which is not installed here; pip install 'torch>=2.11,<2.14'"
-        ) from error
 
 
 def _default_processes(config: RunConfig, before: RunDir | None) -> int:
@@ -155,7 +145,7 @@ def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, before: str |
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        run_job(config, num_processes, run, _num_cores())
+        run_job(config, num_processes, run, num_cores())
     except Requeue:
         _show_cursor()
         _write_report(run)
@@ -180,11 +170,6 @@ def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, before: str |
         _show_cursor()
         _write_report(run)
         raise RunError(f"{error}\n  run directory: {run.path}") from None
-
-
-def _num_cores() -> int:
-    """Cores this process may use, which a scheduler can have made fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _show_cursor() -> None:
@@ -242,7 +227,7 @@ def verify(
         raise UsageError("verify takes --layout (once or more) or --all, not both; leave one out")
     if not every and not layout:
         raise UsageError("verify needs either --layout (once or more) or --all")
-    _require_torch()
+    require_torch("`ridgeline verify`")
     from ridgeline.verify.layouts import all_layouts
     from ridgeline.verify.show import show_rows
 

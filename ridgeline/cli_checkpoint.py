@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ridgeline.errors import RunError, UsageError
+from ridgeline.cli_shared import require_torch
+from ridgeline.errors import RunError
 
 checkpoint_app = typer.Typer(
     help="Look at, check, move and compare checkpoints.", no_args_is_help=True
@@ -173,7 +174,7 @@ def reshard(
     from ridgeline.checkpoint.find import find_one
 
     path = find_one(checkpoint)
-    _require_torch("reshard")
+    require_torch("`ridgeline checkpoint reshard`")
     from ridgeline.train.reshard import reshard as write_anew
 
     began = time.perf_counter()
@@ -201,7 +202,7 @@ def export(
     from ridgeline.checkpoint.text import byte_bar, human_bytes
 
     path = find_one(checkpoint)
-    _require_torch("export")
+    require_torch("`ridgeline checkpoint export`")
     from ridgeline.checkpoint.export import export_weights
 
     with byte_bar(str(out), read_manifest(path).num_bytes) as advance:
@@ -225,7 +226,7 @@ def diff(
     from ridgeline.checkpoint.text import byte_bar
 
     left, right = find_one(a), find_one(b)
-    _require_torch("diff")
+    require_torch("`ridgeline checkpoint diff`")
     from ridgeline.checkpoint.compare import compare
 
     with byte_bar("comparing", read_manifest(left).num_bytes) as advance:
@@ -240,16 +241,6 @@ def diff(
         typer.echo(f"{found.num_equal} tensors equal, {len(found.differences)} differences")
     if found.differences:
         raise typer.Exit(1)
-
-
-def _require_torch(command: str) -> None:
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"`ridgeline checkpoint {command}` needs torch, which is not installed here; "
-            "pip install 'torch>=2.11,<2.14'"
-        ) from error
 
 
 def _print_json(value: Any) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ridgeline.cli_shared import ended_in_order, num_cores, require_torch
 from ridgeline.errors import RunError, UsageError, unknown_word
 
 if TYPE_CHECKING:
@@ -241,6 +242,70 @@ def stage(
     else:
         assert source is not None
         stage_command(source, to, keep, as_json, check)
+
+
+@data_app.command()
+def bench(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.batch=256")
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers to try, as 0,1,2,4; 0 is threads. Default: up to twice the cores."
+        ),
+    ] = None,
+    forms: Annotated[
+        str,
+        typer.Option("--formats", help="Also pack some samples in each of tar,hdf5,... or `all`."),
+    ] = "",
+    samples: Annotated[int, typer.Option(min=1, help="That are packed for --formats.")] = 2000,
+    seconds: Annotated[float, typer.Option(min=0.01, help="A measurement.")] = 2.0,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Drop the files from memory before each measurement.")
+    ] = False,
+    where: Annotated[
+        Path | None, typer.Option(help="Where --formats packs to; default: for temporary files.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the loader alone against what the step asks for: how many workers are enough."""
+    from ridgeline.config import find_recipe, load_config
+
+    config = load_config(find_recipe(recipe), overrides or []).config
+    require_torch("`ridgeline data bench`")
+    from ridgeline.train.feeding_run import Choice, check_formats, default_workers
+    from ridgeline.train.feeding_run import bench as measure
+    from ridgeline.train.feeding_show import to_dict, to_text
+
+    if where is not None and not where.is_dir():
+        raise UsageError(f"{str(where)!r} in --where is not a directory; make it, or name another")
+    cores = num_cores()
+    choice = Choice(
+        workers=default_workers(cores) if workers is None else _read_workers(workers),
+        cores=cores,
+        formats=check_formats([name.strip() for name in forms.split(",")] if forms else []),
+        num_samples=samples,
+        seconds=seconds,
+        cold=cold,
+        where=where,
+    )
+    try:
+        with ended_in_order(), _bar() as tell:
+            found = measure(config, choice, tell)
+    except KeyboardInterrupt:
+        raise RunError(
+            "interrupted; there are no figures, and what was packed is removed"
+        ) from None
+    typer.echo(json.dumps(to_dict(found), indent=1) if as_json else to_text(found))
+
+
+def _read_workers(text: str) -> tuple[int, ...]:
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise UsageError(f"{text!r} in --workers is no list of numbers; write for example 0,1,2,4")
+    return tuple(sorted({int(number) for number in numbers}))
 
 
 @contextmanager

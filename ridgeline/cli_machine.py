@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ridgeline.cli_shared import ended_in_order
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -101,32 +101,11 @@ def parse_size(text: str, place: str) -> int:
     return int(number)
 
 
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Ctrl-C, a scheduler's SIGTERM and a lost terminal end the measuring, not its cleaning up: the
-    first one raises, those after it are passed over."""
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # Under `nohup` a lost terminal is to be passed over, and stays so.
-    known = [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
-
-    def end(_number: int, _frame: object) -> None:
-        for number in known:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = [signal.signal(number, end) for number in known]
-    try:
-        yield
-    finally:
-        for number, handler in zip(known, before, strict=True):
-            signal.signal(number, handler)
-
-
 def _measure(path: Path, amounts: Amounts) -> StorageFacts:
     from ridgeline.machine.storage import measure_storage
 
     try:
-        with _ended_in_order(), _bar(str(path)) as tell:
+        with ended_in_order(), _bar(str(path)) as tell:
             return measure_storage(path, amounts, tell)
     except KeyboardInterrupt:
         raise RunError(

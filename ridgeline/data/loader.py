@@ -87,7 +87,8 @@ class Loader:
         self.shuffle = shuffle
         self.blocks = blocks
         self.pairs = pairs
-        self._change = None if change_later else change
+        self.change = None if change_later else change
+        """What is done to a batch where it is read."""
         self._pending = change if change_later else None
         self.drop_last = drop_last
         # Pinning without a device is only a warning from torch a batch.
@@ -106,6 +107,24 @@ class Loader:
         check_sizes(len(self.source), self.batch, rank, world, self.accumulate)
         other = copy.copy(self)
         other.rank, other.world, other._processes = rank, world, None
+        return other
+
+    def varied(
+        self,
+        *,
+        source: Source | None = None,
+        workers: int | None = None,
+        threads: int | None = None,
+        prefetch: int | None = None,
+    ) -> Loader:
+        """The same batches, from another source of such samples or read in another way."""
+        other = copy.copy(self)
+        other.source = self.source if source is None else source
+        other.workers = self.workers if workers is None else workers
+        other.threads = self.threads if threads is None else threads
+        other.prefetch = self.prefetch if prefetch is None else prefetch
+        other._processes = None
+        check_sizes(len(other.source), other.batch, other.rank, other.world, other.accumulate)
         return other
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -138,14 +157,14 @@ class Loader:
     def _read(self, plans: Iterator[BatchPlan], epoch: int) -> Iterator[Batch]:
         if self.device is not None and hasattr(self.source, "device_fetch"):
             made = _MadeOnDevice(self.source, torch.device(self.device))
-            return (read_batch(made, plan, self._change) for plan in plans)
+            return (read_batch(made, plan, self.change) for plan in plans)
         if self.shuffle and self.blocks is not None and hasattr(self.source, "ahead"):
             plans = self._asking_ahead(plans, epoch, self.blocks)
         if self.workers:
             if self._processes is None:
                 self._processes = Processes(
                     self.source,
-                    self._change,
+                    self.change,
                     self.workers,
                     self.prefetch,
                     self.pin_memory,
@@ -155,13 +174,13 @@ class Loader:
         # Such a source borrows the global generators, which the training thread is using.
         if self.prefetch and not getattr(self.source, "uses_global_rng", False):
             return read_in_threads(
-                self.source, plans, self.threads, self.prefetch, self.pin_memory, self._change
+                self.source, plans, self.threads, self.prefetch, self.pin_memory, self.change
             )
         return self._in_line(plans)
 
     def _in_line(self, plans: Iterator[BatchPlan]) -> Iterator[Batch]:
         for plan in plans:
-            batch = read_batch(self.source, plan, self._change)
+            batch = read_batch(self.source, plan, self.change)
             yield batch.pin_memory() if self.pin_memory else batch
 
     def _asking_ahead(

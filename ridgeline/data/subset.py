@@ -1,10 +1,13 @@
-"""The first so many samples of a source, for an evaluation that need not see all. Called by `train/`."""
+"""Fewer samples than there are: the first of a source, for an evaluation that need not see all, or some of
+those to be packed, for a measurement. Called by `train/`."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
+from ridgeline.data.formats.contract import Sample
+from ridgeline.data.pack import Samples
 from ridgeline.data.source import Source
 
 
@@ -27,3 +30,20 @@ class FirstSamples:
 
     def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
         return self._source.fetch(indices, epoch)
+
+
+class SomeSamples:
+    """Samples to be packed, of which `numbers` are taken, in this order."""
+
+    def __init__(self, samples: Samples, numbers: np.ndarray) -> None:
+        self._samples, self._numbers = samples, numbers
+        self.schema, self.classes, self.origin = samples.schema, samples.classes, samples.origin
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, index: int) -> Sample:
+        return self._samples.read(int(self._numbers[index]))
+
+    def key(self, index: int) -> str:
+        return self._samples.key(int(self._numbers[index]))

@@ -7,6 +7,7 @@ is why the loader has worker processes. Built by `data/build.py`.
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ridgeline.data.pixels import (
     require_pillow,
 )
 from ridgeline.data.source import SourceInfo
+from ridgeline.data.spent import Spent
 from ridgeline.errors import UsageError
 
 EVAL_FOLDERS = ("val", "valid", "validation", "test", "eval")
@@ -50,6 +52,7 @@ class Images:
         self._crop = crop
         self._augment = augment
         self._seed = seed
+        self.spent = Spent()
         self.info = SourceInfo(
             input_shape=(3, size, size),
             input_dtype=torch.float32,
@@ -68,16 +71,26 @@ class Images:
         draws = keyed_uniform((self._seed, epoch), indices, NUM_DRAWS)
         for row, index in enumerate(indices.tolist()):
             file, labels[row] = self._files[index]
-            try:
-                pixels = decode_image(
-                    file, self._size, self._crop, draws[row] if self._augment else None
-                )
-            except ValueError as error:
-                raise UsageError(
-                    f"source 'images': cannot read image {file!r}: {error}; replace or remove it"
-                ) from error
-            normalise_into(pixels, images[row])
+            opened = self._read(file) if self.spent.is_on else file
+            with self.spent.during("decode"):
+                try:
+                    pixels = decode_image(
+                        opened, self._size, self._crop, draws[row] if self._augment else None
+                    )
+                except ValueError as error:
+                    raise UsageError(
+                        f"source 'images': cannot read image {file!r}: {error}; replace or remove it"
+                    ) from error
+                normalise_into(pixels, images[row])
         return torch.from_numpy(images), torch.from_numpy(labels)
+
+    def _read(self, file: str) -> io.BytesIO:
+        """The whole file first, so that reading and decoding are timed apart."""
+        with self.spent.during("read"):
+            with self.spent.during("open"):
+                opened = open(file, "rb", buffering=0)  # noqa: SIM115 (closed below)
+            with opened:
+                return io.BytesIO(opened.readall())
 
 
 def build_images(

@@ -81,6 +81,11 @@ class Packed:
                 raise
         return self._fetch(self._readable(indices), epoch)
 
+    @property
+    def members(self) -> np.ndarray:
+        """Numbers of its samples in the data set."""
+        return self._members
+
     def take_skipped(self) -> list[str]:
         """Sentences on the samples that were passed over since this was last asked."""
         skipped, self._skipped = self._skipped, []
