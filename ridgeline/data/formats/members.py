@@ -50,7 +50,7 @@ def split_at_first_dot(member: str) -> tuple[str, str, str]:
     """Key, field and kind of a member, as WebDataset reads names."""
     folder, slash, last = member.rpartition("/")
     stem, _, ending = last.partition(".")
-    return unquote(f"{folder}{slash}{stem}"), *_field_of(ending)
+    return f"{folder}{slash}{unquote(stem)}", *_field_of(ending)
 
 
 def split_at_last_dot(member: str) -> tuple[str, str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class Packed:
         self._seed = seed
         self._augment = augment
         self._on_error = on_error
-        self._skipped: list[str] = []
+        # By thread: each reads a batch and asks what was skipped in it.
+        self._skipped: dict[int, list[str]] = {}
         self.info = _info(
             dataset, fields, len(self.class_names) or None, self._first_target(members)
         )
@@ -81,15 +83,18 @@ class Packed:
         return self._fetch(self._readable(indices), epoch)
 
     def take_skipped(self) -> list[str]:
-        """Sentences on the samples that were passed over since this was last asked."""
-        skipped, self._skipped = self._skipped, []
-        return skipped
+        """Sentences on the samples that this thread passed over since it last asked."""
+        return self._skipped.pop(threading.get_ident(), [])
 
     def ahead(self, first: int, last: int) -> None:
         """Samples first..last-1 are wanted soon."""
         members = self._members[first:last]
-        if len(members) and int(members[-1]) - int(members[0]) == len(members) - 1:
-            self.dataset.ahead(int(members[0]), int(members[-1]) + 1)
+        if not len(members):
+            return
+        low, high = int(members[0]), int(members[-1]) + 1
+        # Those held out lie between them; members that are far apart are better left alone.
+        if high - low <= 2 * len(members):
+            self.dataset.ahead(low, high)
 
     def _fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
         fields = self._fields
@@ -114,7 +119,7 @@ class Packed:
             return inputs, torch.from_numpy(self._labels[indices])
         if fields.target is None:  # tokens: predict the next
             return inputs[:, :-1].contiguous(), inputs[:, 1:].contiguous()
-        return inputs, self._targets(batch[fields.target])
+        return inputs, self._targets(batch[fields.target], members)
 
     def _room(self, name: str, num: int) -> Tensor | None:
         """Memory for a field of `num` samples; None where it does not come as one array."""
@@ -136,25 +141,50 @@ class Packed:
                     io.BytesIO(data), size, fields.crop, draws[row] if self._augment else None
                 )
             except ValueError as error:
-                member = int(members[row])
-                shard, at = self.dataset.locate(member)
-                raise self.dataset.shard(shard).damaged(at, f"is no image: {error}") from error
+                raise self._damaged(int(members[row]), f"is no image: {error}") from error
             if fields.as_bytes:
                 images[row] = pixels.transpose(2, 0, 1)
             else:
                 normalise_into(pixels, images[row])
         return made
 
-    def _targets(self, found: Any) -> Tensor:
+    def _targets(self, found: Any, members: np.ndarray) -> Tensor:
         if isinstance(found, Tensor | np.ndarray):
             return _as_tensor(found)
-        return torch.from_numpy(np.array([_label(value) for value in found], dtype=np.int64))
+        if self.dataset.schema[str(self._fields.target)].kind == "array":
+            return _stack(found, str(self._fields.target), self.dataset)
+        labels = np.empty(len(members), dtype=np.int64)
+        for row, (value, member) in enumerate(zip(found, members.tolist(), strict=True)):
+            labels[row] = self._label(value, member)
+        return torch.from_numpy(labels)
+
+    def _label(self, value: Any, member: int) -> int:
+        """A class number that was written as text, as in WebDataset's `cls` files."""
+        try:
+            return int(bytes(value).decode())
+        except ValueError as error:
+            why = f"has the label {bytes(value)[:20]!r}, which is no whole number"
+            raise self._damaged(member, why) from error
+
+    def _damaged(self, member: int, why: str) -> BadSample:
+        shard, row = self.dataset.locate(member)
+        return self.dataset.shard(shard).damaged(row, why)
 
     def _first_target(self, members: np.ndarray) -> np.ndarray | None:
-        if self._fields.target is None or not len(members):
+        """Of the first sample that can be read."""
+        if self._fields.target is None:
             return None
-        target = self.dataset.read(int(members[0]))[self._fields.target]
-        return target if isinstance(target, np.ndarray) else np.array(_label(target))
+        looked_at = members[:_MAX_STEPS].tolist()
+        for member in looked_at:
+            try:
+                target = self.dataset.read(member)[self._fields.target]
+                if isinstance(target, np.ndarray):
+                    return target
+                return np.array(self._label(target, member))
+            except BadSample:
+                if self._on_error != "skip" or member == looked_at[-1]:
+                    raise
+        return None
 
     def _readable(self, indices: np.ndarray) -> np.ndarray:
         """The same samples, with the next one that can be read in the place of each that cannot."""
@@ -165,7 +195,7 @@ class Packed:
                 try:
                     self._fetch(np.array([other]), 0)
                 except BadSample as error:
-                    self._skipped.append(str(error))
+                    self._skipped.setdefault(threading.get_ident(), []).append(str(error))
                     continue
                 chosen.append(other)
                 break
@@ -226,14 +256,6 @@ def _is_image(name: str) -> bool:
 
 def _pick(schema: Schema, names: Sequence[str]) -> str | None:
     return next((name for name in names if name in schema), None)
-
-
-def _label(value: Any) -> int:
-    """A class number that was written as text, as in WebDataset's `cls` files."""
-    try:
-        return int(bytes(value).decode())
-    except ValueError as error:
-        raise BadSample(f"the label {bytes(value)[:20]!r} is no whole number") from error
 
 
 def _stack(found: Any, name: str, dataset: Dataset) -> Tensor:
