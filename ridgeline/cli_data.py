@@ -76,8 +76,9 @@ def pack(
 ) -> None:
     """Write any samples as shards of one format; the same command goes on after an end."""
     from ridgeline.data.formats.table import FORMATS
-    from ridgeline.data.pack import Shuffled, default_processes, was_packed
+    from ridgeline.data.pack import Shuffled, was_packed
     from ridgeline.data.pack import pack as write
+    from ridgeline.data.work import default_processes
 
     if form not in FORMATS:
         raise unknown_word("format", form, FORMATS, "--format")
@@ -129,8 +130,8 @@ def _say_packed(done: Packed, place: Path) -> None:
 def unpack(source: SomeData, target: Path, processes: Processes = None) -> None:
     """Write every sample as files in a folder, as they were before packing."""
     from ridgeline.data.dataset import open_dataset
-    from ridgeline.data.pack import default_processes
     from ridgeline.data.pack import unpack as write
+    from ridgeline.data.work import default_processes
 
     with _bar() as tell:
         number = write(
@@ -189,8 +190,8 @@ def info(source: SomeData, as_json: Json = False) -> None:
 def verify(source: SomeData, processes: Processes = None, as_json: Json = False) -> None:
     """Read every sample and compare its checksums; exit code 1 when one is damaged."""
     from ridgeline.data.dataset import open_dataset
-    from ridgeline.data.pack import default_processes
     from ridgeline.data.pack import verify as check
+    from ridgeline.data.work import default_processes
 
     dataset = open_dataset(source)
     with _bar() as tell:

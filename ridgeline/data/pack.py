@@ -12,23 +12,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from ridgeline.data.children import end_with_parent, signals_held
 from ridgeline.data.dataset import (
     DATASET,
     PLAN,
@@ -56,14 +52,11 @@ from ridgeline.data.formats.contract import (
 )
 from ridgeline.data.formats.table import FORMATS
 from ridgeline.data.order import epoch_order
+from ridgeline.data.work import Tally, run_tasks
 from ridgeline.errors import RunError, UsageError
 
 _PROBED = 64
-# How often a process tells the bar how far it is.
-_TELL_EVERY_S = 0.2
 _ROOM_MARGIN = 1.05
-# What the count of samples is set to when the processes are to stop.
-_STOP = -(2**62)
 
 
 class Samples(Protocol):
@@ -180,7 +173,7 @@ def _pack(
     before = len(samples) - num_left
     job = _Job(samples, form, found.schema)
     told = lambda done: tell("packing", before + done, len(samples))  # noqa: E731
-    _run(_write_shard, job, waiting, processes, told)
+    run_tasks(_write_shard, job, waiting, processes, told)
     entries = [_entry(task) for task in tasks]
     dataset = Dataset(target, form, found.schema, entries, samples.classes, samples.origin)
     dataset.classes = dataset.classes or classes_of(dataset.iter_keys())
@@ -230,7 +223,7 @@ def unpack(
     with _writing(target):
         unpacking.write_text(f"from {dataset.path}\n", encoding="utf-8")
         told = lambda done: tell("unpacking", done, len(dataset))  # noqa: E731
-        _run(_write_files, job, tasks, processes, told)
+        run_tasks(_write_files, job, tasks, processes, told)
         unpacking.unlink()
     return len(dataset)
 
@@ -241,7 +234,7 @@ def verify(
     """Read everything and compare checksums; a sentence for each sample or shard that is not whole."""
     numbers = range(len(dataset.entries))
     told = lambda done: tell("checking", done, len(dataset))  # noqa: E731
-    found = _run(_verify_shard, dataset, numbers, processes, told)
+    found = run_tasks(_verify_shard, dataset, numbers, processes, told)
     return [line for lines in found for line in lines]
 
 
@@ -412,64 +405,8 @@ def _check_room(target: Path, num_bytes: int) -> None:
         )
 
 
-def _ignore(number: int) -> None:
-    """Nobody is counting."""
-
-
-# What a process of the work has: set once, before it is given any.
-_count: Callable[[int], None] = _ignore
-_common: Any = None
-
-
-def _begin_process(counter: Any, common: Any) -> None:
-    """Count in a number that all processes share."""
-    global _common
-
-    def add(number: int) -> None:
-        with counter.get_lock():
-            if counter.value < 0:
-                raise _Stopped
-            counter.value += number
-
-    _common = common
-    end_with_parent()
-    _count_with(add)
-
-
-class _Stopped(Exception):
-    """Somebody else has failed, or the user has had enough."""
-
-
-def _work_here(work: Callable[[Any, Any], Any], task: Any) -> Any:
-    return work(_common, task)
-
-
-def _count_with(add: Callable[[int], None]) -> None:
-    global _count
-    _count = add
-
-
-class _Tally:
-    """Counts samples and tells now and then."""
-
-    def __init__(self) -> None:
-        self._untold = 0
-        self._last = time.monotonic()
-
-    def add(self) -> None:
-        self._untold += 1
-        now = time.monotonic()
-        if now - self._last > _TELL_EVERY_S:
-            self.tell()
-            self._last = now
-
-    def tell(self) -> None:
-        _count(self._untold)
-        self._untold = 0
-
-
 def _read(job: _Job, task: _Task) -> Iterator[tuple[str, Sample]]:
-    tally = _Tally()
+    tally = Tally()
     for index in range(task.first, task.last):
         try:
             sample = job.samples.read(index)
@@ -528,7 +465,7 @@ def _write_files(job: _Job, task: _Task) -> None:
 
 
 def _verify_shard(dataset: Dataset, number: int) -> list[str]:
-    tally = _Tally()
+    tally = Tally()
     lines = []
     try:
         shard = dataset.shard(number)
@@ -555,70 +492,3 @@ def _verify_shard(dataset: Dataset, number: int) -> list[str]:
         tally.add()
     tally.tell()
     return lines
-
-
-def _run(
-    work: Callable[[Any, Any], Any],
-    common: Any,
-    tasks: Sequence[Any],
-    processes: int,
-    tell: Callable[[int], None],
-) -> list[Any]:
-    """Do all tasks, in processes where there are several, telling how many samples are done."""
-    if processes <= 1 or len(tasks) <= 1:
-        return _run_here(work, common, tasks, tell)
-    context = multiprocessing.get_context("forkserver")
-    counter = context.Value("q", 0)
-    results: dict[Future[Any], Any] = {}
-    pool = ProcessPoolExecutor(
-        min(processes, len(tasks)), context, initializer=_begin_process, initargs=(counter, common)
-    )
-    try:
-        with signals_held():
-            futures = [pool.submit(_work_here, work, task) for task in tasks]
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, timeout=_TELL_EVERY_S, return_when=FIRST_COMPLETED)
-            tell(counter.value)
-            for future in done:
-                results[future] = future.result()
-    except BrokenProcessPool as error:
-        raise RunError(
-            "a process of the work was killed, most likely for memory; fewer --processes need less"
-        ) from error
-    except BaseException:
-        with counter.get_lock():
-            counter.value = _STOP
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    tell(counter.value)
-    return [results[future] for future in futures]
-
-
-def _run_here(
-    work: Callable[[Any, Any], Any],
-    common: Any,
-    tasks: Sequence[Any],
-    tell: Callable[[int], None],
-) -> list[Any]:
-    done = 0
-
-    def add(number: int) -> None:
-        nonlocal done
-        done += number
-        tell(done)
-
-    _count_with(add)
-    try:
-        return [work(common, task) for task in tasks]
-    finally:
-        _count_with(_ignore)
-
-
-def default_processes() -> int:
-    """Cores this process may use, at most eight: more do not make a disk faster."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(8, cores)
