@@ -571,6 +571,7 @@ def test_skipped_samples_are_written_down(
     path = pack_damaged(tmp_path, {"train": [5, 17], "eval": [3]})
     args = f"data.args={{path: {path}, classes: 3, on_error: skip}}"
     steps = ["data.source=packed", args, "train.batch=8", "train.steps=9", f"data.{reading}"]
+    steps.append("train.eval_samples=9")
     summary, run = run_here(tmp_path, *steps)
     told = [event.details for event in run.events() if event.event == "skipped-sample"]
     # Three epochs meet the same two, and each of three evaluations the third.

@@ -25,6 +25,7 @@ from ridgeline.data.formats.contract import (
     Table,
     Value,
     check_key,
+    type_name,
 )
 from ridgeline.errors import UsageError
 
@@ -156,10 +157,12 @@ def schema_from_members(
             dtype, shape, _, _ = read_header(data)
         except ValueError as error:
             raise UsageError(f"{place}: the first sample's field {name!r} {error}") from error
+        try:
+            known = type_name(dtype, name)
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
         same = len(np.unique(sizes[:, column])) == 1
-        schema[name] = Field(
-            "array", dtype.newbyteorder("=").name, tuple(shape) if same else (None,) * len(shape)
-        )
+        schema[name] = Field("array", known, tuple(shape) if same else (None,) * len(shape))
     return schema
 
 

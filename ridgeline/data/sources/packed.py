@@ -232,6 +232,8 @@ class _Fields:
         self.is_image = schema[self.input].kind == "bytes"
         if self.is_image:
             require_pillow("packed")
+        else:
+            _check_type(dataset, self.input)
         self.target = target_name or _pick(schema, _TARGETS)
         if self.target is not None and self.target not in schema:
             raise UsageError(
@@ -240,6 +242,8 @@ class _Fields:
             )
         if self.target is None and not self.is_image and len(schema) == 2 and target_name is None:
             self.target = next(name for name in schema if name != self.input)
+        if self.target is not None and schema[self.target].kind == "array":
+            _check_type(dataset, self.target)
         self.wants_labels = self.target is None and not self._is_text(dataset)
 
     def _is_text(self, dataset: Dataset) -> bool:
@@ -248,6 +252,17 @@ class _Fields:
         return (
             field.kind == "array" and len(field.shape) == 1 and np.dtype(field.dtype).kind in "iu"
         )
+
+
+def _check_type(dataset: Dataset, name: str) -> None:
+    dtype = np.dtype(dataset.schema[name].dtype)
+    try:
+        _as_tensor(np.zeros(1, dtype=dtype))
+    except TypeError as error:
+        raise UsageError(
+            f"source 'packed': the field {name!r} of {dataset.path} holds {dtype}, which no tensor can; "
+            "name another field, or pack numbers"
+        ) from error
 
 
 def _is_image(name: str) -> bool:

@@ -325,3 +325,15 @@ def test_blocks_are_asked_for_around_what_is_held_out(stored, monkeypatch):
     list(Loader(source, batch=BATCH, blocks=Blocks(block=8, window=16), prefetch=0).epoch(0))
     wanted = {int(member) for first, last in asked for member in range(first, last)}
     assert wanted >= set(source._members.tolist())
+
+
+def test_fields_that_are_no_numbers(tmp_path):
+    for number in range(4):
+        np.save(tmp_path / f"{number}.x.npy", np.zeros(3, dtype=np.float32))
+        np.save(tmp_path / f"{number}.when.npy", np.array(["2020-01-01"], dtype="datetime64[s]"))
+    for args in ({"input": "when", "target": "x"}, {"input": "x", "target": "when"}):
+        with pytest.raises(UsageError, match=r"'when' .* holds datetime64.*, which no tensor can"):
+            build_sources("packed", {"path": str(tmp_path), "holdout": 0.5, **args}, 0)
+    np.save(tmp_path / "0.when.npy", np.array(["abc"]))
+    with pytest.raises(UsageError, match=r"'when' is an array of <U3; arrays hold numbers"):
+        open_dataset(tmp_path)
