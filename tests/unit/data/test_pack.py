@@ -320,6 +320,37 @@ def test_an_interrupt_leaves_no_processes(many: Path, tmp_path: Path) -> None:
     assert not (target / DATASET).exists()
 
 
+WORK = """
+import time
+from ridgeline.data.work import Tally, run_tasks
+from ridgeline.errors import RunError
+
+def work(common, task):
+    if task == 0:
+        raise RunError("the first failed")
+    tally = Tally()
+    for _ in range(6000):
+        time.sleep(0.01)
+        tally.add()
+
+if __name__ == "__main__":
+    try:
+        run_tasks(work, None, [1, 0], 2, lambda done: None)
+    except RunError as error:
+        print(error)
+"""
+
+
+def test_one_that_fails_stops_the_others(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WORK)
+    begin = time.monotonic()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    args = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=55)
+    assert (done.stdout, done.stderr) == ("the first failed\n", "")
+    assert time.monotonic() - begin < 20
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
