@@ -278,7 +278,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("from") / "many", 1500, 50)
+    return make_folder(tmp_path_factory.mktemp("from") / "many", 900, 50)
 
 
 def test_a_killed_pack_goes_on_with_the_same_command(many: Path, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_killed_pack_goes_on_with_the_same_command(many: Path, tmp_path: Path)
         out, err = again.communicate()
     assert again.returncode == 0, err
     there = sum(len(packing.read_table(path)) for path in done if path.suffix == ".idx")
-    assert f"1500 samples ({there} were there already) in" in out
+    assert f"900 samples ({there} were there already) in" in out
     assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in done} == done
     written, wanted = tree(target), tree(tmp_path / "whole")
     assert written == wanted
