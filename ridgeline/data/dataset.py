@@ -367,6 +367,9 @@ def open_dataset(path: Path, check: str = "once") -> Dataset:
             f"{path} is a folder whose unpacking did not end; remove it and unpack again"
         )
     form, shards = detect(path)
+    parts = sorted(str(found.parent) for found in path.glob(f"*/{DATASET}"))
+    if parts:
+        raise UsageError(f"{path} holds several data sets; give one of them: {', '.join(parts)}")
     return _look_through(path, form, shards, check)
 
 

@@ -744,6 +744,9 @@ def test_both_parts_of_a_recipe(digits: list[str], tmp_path: Path, command: Comm
         assert len(one) == len(other)
         for a, b in zip(one.fetch(np.arange(9), 0), other.fetch(np.arange(9), 0), strict=True):
             assert np.array_equal(a.numpy(), b.numpy())
+    both = command("info", target)
+    assert both.code == 2
+    assert f"give one of them: {target / 'eval'}, {target / 'train'}" in both.err
     # The first part was done when somebody ended the command.
     shutil.rmtree(target / "eval")
     before = tree(target / "train")
