@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,12 +70,16 @@ def pack(
     varying: Annotated[
         bool, typer.Option("--varying", help="Arrays may have other shapes than the first ones.")
     ] = False,
+    shuffle: Annotated[
+        int | None, typer.Option(metavar="SEED", help="Write the samples in a random order.")
+    ] = None,
     processes: Processes = None,
 ) -> None:
     """Write any samples as shards of one format; the same command goes on after an end."""
     from ridgeline.data.formats.table import FORMATS
-    from ridgeline.data.pack import default_processes
+    from ridgeline.data.pack import Shuffled, was_packed
     from ridgeline.data.pack import pack as write
+    from ridgeline.data.work import default_processes
 
     if form not in FORMATS:
         raise unknown_word("format", form, FORMATS, "--format")
@@ -83,7 +88,12 @@ def pack(
         "varying": varying,
         "processes": processes or default_processes(),
     }
-    for samples, place in _samples(source, target, overrides or []):
+    parts = list(_samples(source, target, overrides or []))
+    if shuffle is not None:
+        parts = [(Shuffled(samples, shuffle), place) for samples, place in parts]
+    # One part of a recipe may have ended before the other was interrupted.
+    left = [part for part in parts if not was_packed(*part, FORMATS[form])]
+    for samples, place in left or parts:
         with _bar() as tell:
             done = write(samples, place, FORMATS[form], tell=tell, **options)
         _say_packed(done, place)
@@ -121,8 +131,8 @@ def _say_packed(done: Packed, place: Path) -> None:
 def unpack(source: SomeData, target: Path, processes: Processes = None) -> None:
     """Write every sample as files in a folder, as they were before packing."""
     from ridgeline.data.dataset import open_dataset
-    from ridgeline.data.pack import default_processes
     from ridgeline.data.pack import unpack as write
+    from ridgeline.data.work import default_processes
 
     with _bar() as tell:
         number = write(
@@ -181,8 +191,8 @@ def info(source: SomeData, as_json: Json = False) -> None:
 def verify(source: SomeData, processes: Processes = None, as_json: Json = False) -> None:
     """Read every sample and compare its checksums; exit code 1 when one is damaged."""
     from ridgeline.data.dataset import open_dataset
-    from ridgeline.data.pack import default_processes
     from ridgeline.data.pack import verify as check
+    from ridgeline.data.work import default_processes
 
     dataset = open_dataset(source)
     with _bar() as tell:
@@ -311,6 +321,8 @@ def _read_workers(text: str) -> tuple[int, ...]:
 @contextmanager
 def _bar() -> Iterator[Told]:
     """A progress bar on the terminal; nothing where there is none."""
+    # Ctrl-C is to find the way out: the bar hides the cursor, and processes have to be stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,7 +1,7 @@
 """Processes that work for another one: they leave its signals to it, and end when it does.
 
 Ctrl-C and a scheduler's warnings reach every process of a job. Only the one in charge acts on them.
-Needs no torch. Called by `processes.py` and `pack.py`.
+Needs no torch. Called by `processes.py` and `work.py`.
 """
 
 from __future__ import annotations

@@ -38,6 +38,10 @@ from ridgeline.data.spent import Spent
 from ridgeline.errors import RunError, UsageError, unknown_word
 
 DATASET = "dataset.json"
+PLAN = "pack.json"
+"""There while packing has not ended."""
+UNPACKING = "unpacking.txt"
+"""There while unpacking has not ended."""
 TABLE_SUFFIX = ".idx"
 _VERSION = 1
 # Shards that stay open; files of more are closed when nobody reads them any longer.
@@ -150,7 +154,7 @@ class Dataset:
 
     def _forget(self) -> None:
         self._open: OrderedDict[int, Shard] = OrderedDict()
-        self._checked: dict[int, np.ndarray] = {}
+        self._checked: dict[tuple[int, tuple[str, ...]], np.ndarray] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -299,16 +303,16 @@ class Dataset:
         checksums = shard.table.checksums
         if self.check == "never" or checksums is None:
             return
-        done = self._checked.get(number)
+        which = number, tuple(names)
+        done = self._checked.get(which)
         if done is None:
-            done = self._checked.setdefault(number, np.zeros(len(shard), dtype=bool))
+            done = self._checked.setdefault(which, np.zeros(len(shard), dtype=bool))
         if self.check == "once" and done[row]:
             return
         for column, (name, field) in enumerate(self.schema.items()):
             if name in names and field_checksum(sample[name], field) != int(checksums[row, column]):
                 raise shard.damaged(row, f"is damaged: its field {name!r} has another checksum")
-        if len(names) == len(self.schema):
-            done[row] = True
+        done[row] = True
 
     def ahead(self, first: int, last: int) -> None:
         """Ask the system to have samples first..last-1 in memory soon."""
@@ -358,11 +362,18 @@ def open_dataset(path: Path, check: str = "once") -> Dataset:
     manifest = path / DATASET
     if manifest.is_file():
         return _from_manifest(path, manifest, check)
-    if (path / "pack.json").is_file():
+    if (path / PLAN).is_file():
         raise UsageError(
             f"{path} is a data set whose packing did not end; the same `ridgeline data pack` goes on"
         )
+    if (path / UNPACKING).is_file():
+        raise UsageError(
+            f"{path} is a folder whose unpacking did not end; remove it and unpack again"
+        )
     form, shards = detect(path)
+    parts = sorted(str(found.parent) for found in path.glob(f"*/{DATASET}"))
+    if parts:
+        raise UsageError(f"{path} holds several data sets; give one of them: {', '.join(parts)}")
     return _look_through(path, form, shards, check)
 
 
@@ -376,12 +387,19 @@ def _from_manifest(path: Path, manifest: Path, check: str) -> Dataset:
             for shard in values["shards"]
         ]
         name, classes, origin = values["format"], values["classes"], values["origin"]
+        num_samples = values["samples"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"cannot read {manifest}: {error!r}; pack the data set again") from error
     if version > _VERSION:
         raise UsageError(f"{manifest} is of version {version}; this one reads up to {_VERSION}")
     if name not in FORMATS:
         raise unknown_word("format", name, FORMATS, str(manifest))
+    counted = sum(entry.num_samples for entry in entries)
+    if counted != num_samples or not counted:
+        raise UsageError(
+            f"{manifest} names {counted} samples in its shards and {num_samples} in all; pack the data "
+            "set again"
+        )
     return Dataset(path, FORMATS[name], schema, entries, classes, origin, check)
 
 

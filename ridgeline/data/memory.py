@@ -9,6 +9,7 @@ by sources.
 from __future__ import annotations
 
 import math
+import queue
 import threading
 import weakref
 
@@ -29,9 +30,13 @@ class _Pool:
         self._lock = threading.Lock()
         self._free: dict[int, list[np.ndarray]] = {}
         self._kept_bytes = 0
+        # What came back. A block can come back at any moment, also to a thread that holds the lock when
+        # the garbage collector runs in it; this queue is made for that.
+        self._returned: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
 
     def take(self, num_bytes: int) -> np.ndarray:
         with self._lock:
+            self._sort_returned()
             blocks = self._free.get(num_bytes)
             block = blocks.pop() if blocks else None
             if block is not None:
@@ -41,11 +46,15 @@ class _Pool:
         # Views of this array hold on to it, not to the block: when it goes, all of them are gone.
         lent = np.frombuffer(memoryview(block), dtype=np.uint8)
         lent.flags.writeable = True
-        weakref.finalize(lent, self._give_back, block)
+        weakref.finalize(lent, self._returned.put, block)
         return lent
 
-    def _give_back(self, block: np.ndarray) -> None:
-        with self._lock:
+    def _sort_returned(self) -> None:
+        while True:
+            try:
+                block = self._returned.get_nowait()
+            except queue.Empty:
+                return
             if self._kept_bytes + block.nbytes <= _MAX_KEPT_BYTES:
                 self._free.setdefault(block.nbytes, []).append(block)
                 self._kept_bytes += block.nbytes

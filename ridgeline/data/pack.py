@@ -3,35 +3,37 @@
 The shards are planned first (which samples go into which), so that processes write them
 independently and a second start knows which are done: a shard counts when its table is there, and the
 table is written last. `dataset.json` makes the whole a data set and comes after every sample has been
-read back from the disk and compared with what was read from the source. Needs no torch, unless the
+read back and compared with what was read from the source. Needs no torch, unless the
 samples come from a recipe. Called by `ridgeline data pack` and `unpack`.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
-import multiprocessing
 import os
 import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from ridgeline.data.children import end_with_parent, signals_held
 from ridgeline.data.dataset import (
     DATASET,
+    PLAN,
     TABLE_SUFFIX,
+    UNPACKING,
     Dataset,
     ShardEntry,
     disk_bytes,
+    open_dataset,
     read_table,
     sync_folder,
     write_table,
@@ -49,12 +51,11 @@ from ridgeline.data.formats.contract import (
     widen,
 )
 from ridgeline.data.formats.table import FORMATS
+from ridgeline.data.order import epoch_order
+from ridgeline.data.work import Tally, run_tasks
 from ridgeline.errors import RunError, UsageError
 
-PLAN = "pack.json"
 _PROBED = 64
-# How often a process tells the bar how far it is.
-_TELL_EVERY_S = 0.2
 _ROOM_MARGIN = 1.05
 
 
@@ -70,6 +71,27 @@ class Samples(Protocol):
     def read(self, index: int) -> Sample: ...
 
     def key(self, index: int) -> str: ...
+
+
+class Shuffled:
+    """Samples in a random order. A folder lies sorted by class, and a shuffle by blocks mixes no further
+    than its window: what is packed in random order needs no more."""
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self._samples = samples
+        self._order = epoch_order(len(samples), seed, 0)
+        self.schema = samples.schema
+        self.classes = samples.classes
+        self.origin = f"{samples.origin}, shuffled with seed {seed}"
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def read(self, index: int) -> Sample:
+        return self._samples.read(int(self._order[index]))
+
+    def key(self, index: int) -> str:
+        return self._samples.key(int(self._order[index]))
 
 
 @dataclass(frozen=True)
@@ -119,11 +141,27 @@ def pack(
         raise UsageError(f"{target} holds a data set already; choose another place or remove it")
     if not len(samples):
         raise UsageError(f"{samples.origin} holds no samples; there is nothing to pack")
-    schema, mean_bytes = _look_ahead(samples, varying)
-    if why := form.refuses(schema):
+    found = _look_ahead(samples, varying)
+    if why := form.refuses(found.schema):
         raise UsageError(f"the format {form.name!r} cannot hold these samples: {why}")
-    target.mkdir(parents=True, exist_ok=True)
-    bounds = _plan(samples, target, form, schema, mean_bytes, shard_bytes)
+    if not (target / PLAN).exists():
+        _check_room(target, int(len(samples) * found.mean_bytes))
+    _make_folder(target)
+    with _alone_in(target), _writing(target):
+        return _pack(samples, target, form, found, shard_bytes, processes, tell, begin)
+
+
+def _pack(
+    samples: Samples,
+    target: Path,
+    form: Format,
+    found: _Found,
+    shard_bytes: int,
+    processes: int,
+    tell: Told,
+    begin: float,
+) -> Packed:
+    bounds = _plan(samples, target, form, found, shard_bytes)
     tasks = [
         _Task(target / f"shard-{number:05d}{form.suffix}", first, last)
         for number, (first, last) in enumerate(pairwise(bounds))
@@ -131,13 +169,13 @@ def pack(
     _clear(target, tasks)
     waiting = [task for task in tasks if not _is_done(task)]
     num_left = sum(task.last - task.first for task in waiting)
-    _check_room(target, int(num_left * mean_bytes))
+    _check_room(target, int(num_left * found.mean_bytes))
     before = len(samples) - num_left
-    job = _Job(samples, form, schema)
+    job = _Job(samples, form, found.schema)
     told = lambda done: tell("packing", before + done, len(samples))  # noqa: E731
-    _run(_write_shard, job, waiting, processes, told)
+    run_tasks(_write_shard, job, waiting, processes, told)
     entries = [_entry(task) for task in tasks]
-    dataset = Dataset(target, form, schema, entries, samples.classes, samples.origin)
+    dataset = Dataset(target, form, found.schema, entries, samples.classes, samples.origin)
     dataset.classes = dataset.classes or classes_of(dataset.iter_keys())
     bad = verify(dataset, processes, tell)
     if bad:
@@ -153,6 +191,14 @@ def pack(
     return Packed(dataset, num_left, time.monotonic() - begin)
 
 
+def was_packed(samples: Samples, target: Path, form: Format) -> bool:
+    """Whether these samples are in `target` already, from a start before."""
+    if not (target / DATASET).exists():
+        return False
+    there = open_dataset(target)
+    return (there.origin, there.form, len(there)) == (samples.origin, form, len(samples))
+
+
 def unpack(
     dataset: Dataset,
     target: Path,
@@ -164,15 +210,21 @@ def unpack(
     folder = FORMATS["folder"]
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} is not an empty folder; choose another place")
-    target.mkdir(parents=True, exist_ok=True)
     _check_room(target, dataset.num_bytes)
+    _make_folder(target)
+    # Who opens the folder before all is there is told so.
+    unpacking = target / UNPACKING
     tasks = []
     step = max(1, min(4096, -(-len(dataset) // max(1, 4 * processes))))
     for first in range(0, len(dataset), step):
         last = min(first + step, len(dataset))
         tasks.append(_Task(target, first, last))
     job = _Job(dataset, folder, dataset.schema)
-    _run(_write_files, job, tasks, processes, lambda done: tell("unpacking", done, len(dataset)))
+    with _writing(target):
+        unpacking.write_text(f"from {dataset.path}\n", encoding="utf-8")
+        told = lambda done: tell("unpacking", done, len(dataset))  # noqa: E731
+        run_tasks(_write_files, job, tasks, processes, told)
+        unpacking.unlink()
     return len(dataset)
 
 
@@ -182,15 +234,63 @@ def verify(
     """Read everything and compare checksums; a sentence for each sample or shard that is not whole."""
     numbers = range(len(dataset.entries))
     told = lambda done: tell("checking", done, len(dataset))  # noqa: E731
-    found = _run(_verify_shard, dataset, numbers, processes, told)
+    found = run_tasks(_verify_shard, dataset, numbers, processes, told)
     return [line for lines in found for line in lines]
 
 
-def _look_ahead(samples: Samples, varying: bool) -> tuple[Schema, float]:
-    """The schema of the samples and how many bytes one has, from some of them all over the data set."""
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the folder {path} ({error.strerror}); choose another place"
+        ) from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A disk that is full or gone, in words."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot write {error.filename or path}: {error.strerror or error}"
+        ) from error
+
+
+@contextmanager
+def _alone_in(target: Path) -> Iterator[None]:
+    """Two that pack to one place would write each other's files. The lock goes with the process."""
+    folder = os.open(target, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Not every network file system has locks.
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UsageError(
+                    f"another process is packing to {target}; wait for it or choose another place"
+                ) from error
+        yield
+    finally:
+        os.close(folder)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What some samples all over the data set tell of all."""
+
+    schema: Schema
+    mean_bytes: float
+    """Of a sample."""
+    crc: int
+    """Of their keys and contents: whether a second start has the same samples."""
+
+
+def _look_ahead(samples: Samples, varying: bool) -> _Found:
     picks = np.unique(np.linspace(0, len(samples) - 1, num=_PROBED).astype(np.int64)).tolist()
     schema = dict(samples.schema)
-    num_bytes = 0
+    num_bytes, crc = 0, 0
     for index in picks:
         sample = samples.read(index)
         schema = widen(schema or schema_of(sample), sample, f"sample {index} of {samples.origin}")
@@ -198,30 +298,33 @@ def _look_ahead(samples: Samples, varying: bool) -> tuple[Schema, float]:
             value.nbytes if isinstance(value, np.ndarray) else len(value)
             for value in sample.values()
         )
+        sums = sample_checksums(sample, schema_of(sample))
+        crc = zlib.crc32(repr((samples.key(index), sums)).encode(), crc)
     if varying:
         schema = {
             name: Field(field.kind, field.dtype, (None,) * len(field.shape))
             for name, field in schema.items()
         }
-    return schema, max(1.0, num_bytes / len(picks))
+    return _Found(schema, max(1.0, num_bytes / len(picks)), crc)
 
 
 def _plan(
     samples: Samples,
     target: Path,
     form: Format,
-    schema: Schema,
-    mean_bytes: float,
+    found: _Found,
     shard_bytes: int,
 ) -> list[int]:
     """First samples of the shards and the end; a plan that was begun is kept to."""
-    per_shard = max(1, int(shard_bytes / mean_bytes))
+    per_shard = max(1, int(shard_bytes / found.mean_bytes))
     bounds = [*range(0, len(samples), per_shard), len(samples)]
     plan = {
         "origin": samples.origin,
         "format": form.name,
         "samples": len(samples),
-        "fields": {name: field.to_dict() for name, field in schema.items()},
+        "fields": {name: field.to_dict() for name, field in found.schema.items()},
+        "shard_bytes": shard_bytes,
+        "crc": found.crc,
         "bounds": bounds,
     }
     file = target / PLAN
@@ -232,7 +335,7 @@ def _plan(
             raise UsageError(
                 f"cannot read {file} ({error}); remove {target} and begin again"
             ) from error
-        for key in ("origin", "format", "samples", "fields"):
+        for key in ("origin", "format", "samples", "fields", "shard_bytes", "crc"):
             if begun.get(key) != plan[key]:
                 raise UsageError(
                     f"{target} was begun with {key}={begun.get(key)!r:.80}, not {plan[key]!r:.80}; "
@@ -293,7 +396,8 @@ def _entry(task: _Task) -> ShardEntry:
 
 
 def _check_room(target: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(target).free
+    there = next(path for path in (target, *target.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     if num_bytes * _ROOM_MARGIN > free:
         raise UsageError(
             f"{target} has room for {free / 1e9:.2f} GB, and the samples take about "
@@ -301,60 +405,15 @@ def _check_room(target: Path, num_bytes: int) -> None:
         )
 
 
-def _ignore(number: int) -> None:
-    """Nobody is counting."""
-
-
-# What a process of the work has: set once, before it is given any.
-_count: Callable[[int], None] = _ignore
-_common: Any = None
-
-
-def _begin_process(counter: Any, common: Any) -> None:
-    """Count in a number that all processes share."""
-    global _common
-
-    def add(number: int) -> None:
-        with counter.get_lock():
-            counter.value += number
-
-    _common = common
-    end_with_parent()
-    _count_with(add)
-
-
-def _work_here(work: Callable[[Any, Any], Any], task: Any) -> Any:
-    return work(_common, task)
-
-
-def _count_with(add: Callable[[int], None]) -> None:
-    global _count
-    _count = add
-
-
-class _Tally:
-    """Counts samples and tells now and then."""
-
-    def __init__(self) -> None:
-        self._untold = 0
-        self._last = time.monotonic()
-
-    def add(self) -> None:
-        self._untold += 1
-        now = time.monotonic()
-        if now - self._last > _TELL_EVERY_S:
-            self.tell()
-            self._last = now
-
-    def tell(self) -> None:
-        _count(self._untold)
-        self._untold = 0
-
-
 def _read(job: _Job, task: _Task) -> Iterator[tuple[str, Sample]]:
-    tally = _Tally()
+    tally = Tally()
     for index in range(task.first, task.last):
-        sample = job.samples.read(index)
+        try:
+            sample = job.samples.read(index)
+        except OSError as error:
+            raise RunError(
+                f"sample {index} of {job.samples.origin} cannot be read: {error}"
+            ) from error
         if not fits(job.schema, sample):
             widen(job.schema, sample, f"sample {index} of {job.samples.origin}")
             shapes = {
@@ -374,22 +433,21 @@ def _read(job: _Job, task: _Task) -> Iterator[tuple[str, Sample]]:
 def _write_shard(job: _Job, task: _Task) -> None:
     part = task.path.with_name(task.path.name + ".part")
     keys, checksums = [], []
-    writer = job.form.write(part, job.schema)
-    try:
-        for key, sample in _read(job, task):
-            writer.add(key, sample)
-            keys.append(key)
-            checksums.append(sample_checksums(sample, job.schema))
-        places = writer.finish()
-    except OSError as error:
-        raise RunError(f"cannot write {part}: {error.strerror or error}") from error
-    finally:
-        writer.close()
-    offsets, sizes = places if places is not None else (None, None)
-    table = Table(keys, np.array(checksums, dtype=np.uint32), offsets, sizes)
-    part.replace(task.path)
-    write_table(_table_path(task.path), table)
-    sync_folder(task.path.parent)
+    with _writing(part):
+        writer = job.form.write(part, job.schema)
+        try:
+            for key, sample in _read(job, task):
+                writer.add(key, sample)
+                keys.append(key)
+                checksums.append(sample_checksums(sample, job.schema))
+            places = writer.finish()
+        finally:
+            writer.close()
+        offsets, sizes = places if places is not None else (None, None)
+        table = Table(keys, np.array(checksums, dtype=np.uint32), offsets, sizes)
+        part.replace(task.path)
+        write_table(_table_path(task.path), table)
+        sync_folder(task.path.parent)
 
 
 def _write_files(job: _Job, task: _Task) -> None:
@@ -407,15 +465,17 @@ def _write_files(job: _Job, task: _Task) -> None:
 
 
 def _verify_shard(dataset: Dataset, number: int) -> list[str]:
-    tally = _Tally()
+    tally = Tally()
     lines = []
     try:
         shard = dataset.shard(number)
     except (RunError, UsageError) as error:
         return [str(error)]
-    if len(shard) != dataset.entries[number].num_samples:
-        wanted = dataset.entries[number].num_samples
-        lines.append(f"{shard.path} holds {len(shard)} samples, not {wanted}")
+    entry = dataset.entries[number]
+    if len(shard) != entry.num_samples:
+        lines.append(f"{shard.path} holds {len(shard)} samples, not {entry.num_samples}")
+    if (num_bytes := disk_bytes(shard.path)) != entry.num_bytes:
+        lines.append(f"{shard.path} has {num_bytes} bytes, not {entry.num_bytes}")
     checksums = shard.table.checksums
     for row in range(len(shard)):
         try:
@@ -432,66 +492,3 @@ def _verify_shard(dataset: Dataset, number: int) -> list[str]:
         tally.add()
     tally.tell()
     return lines
-
-
-def _run(
-    work: Callable[[Any, Any], Any],
-    common: Any,
-    tasks: Sequence[Any],
-    processes: int,
-    tell: Callable[[int], None],
-) -> list[Any]:
-    """Do all tasks, in processes where there are several, telling how many samples are done."""
-    if processes <= 1 or len(tasks) <= 1:
-        return _run_here(work, common, tasks, tell)
-    context = multiprocessing.get_context("forkserver")
-    counter = context.Value("q", 0)
-    results: dict[Future[Any], Any] = {}
-    pool = ProcessPoolExecutor(
-        min(processes, len(tasks)), context, initializer=_begin_process, initargs=(counter, common)
-    )
-    try:
-        with signals_held():
-            futures = [pool.submit(_work_here, work, task) for task in tasks]
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, timeout=_TELL_EVERY_S, return_when=FIRST_COMPLETED)
-            tell(counter.value)
-            for future in done:
-                results[future] = future.result()
-    except BrokenProcessPool as error:
-        raise RunError(
-            "a process of the work was killed, most likely for memory; fewer --processes need less"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    tell(counter.value)
-    return [results[future] for future in futures]
-
-
-def _run_here(
-    work: Callable[[Any, Any], Any],
-    common: Any,
-    tasks: Sequence[Any],
-    tell: Callable[[int], None],
-) -> list[Any]:
-    done = 0
-
-    def add(number: int) -> None:
-        nonlocal done
-        done += number
-        tell(done)
-
-    _count_with(add)
-    try:
-        return [work(common, task) for task in tasks]
-    finally:
-        _count_with(_ignore)
-
-
-def default_processes() -> int:
-    """Cores this process may use, at most eight: more do not make a disk faster."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(8, cores)

@@ -24,6 +24,8 @@ class FirstSamples:
             self.device_fetch = source.device_fetch
         if hasattr(source, "count_targets"):
             self.count_targets = source.count_targets
+        if hasattr(source, "take_skipped"):
+            self.take_skipped = source.take_skipped
 
     def __len__(self) -> int:
         return self._length

@@ -47,6 +47,7 @@ def train_loop(training: Training, start: Position | None = None) -> Iterator[St
                 times=clock.end_step(),
                 ends_epoch=batch.step + 1 == per_epoch,
                 samples=used_samples(batch),
+                skipped=batch.skipped,
             )
             if position.step == training.num_steps:
                 return

@@ -34,7 +34,7 @@ from ridgeline.train.memory import is_out_of_memory, tell_budget, tell_no_start
 from ridgeline.train.position import Position
 from ridgeline.train.progress import build_progress
 from ridgeline.train.record import Recorder
-from ridgeline.train.samples import SampleLog
+from ridgeline.train.samples import SampleLog, SkippedSamples
 from ridgeline.train.setup import Training, build_training
 from ridgeline.train.signals import Requests, listening
 from ridgeline.train.step import StepResult
@@ -53,6 +53,8 @@ class Summary:
     reached_target: bool
     stopped: bool = False
     """Whether it was asked to stop before its end, and can go on."""
+    num_skipped: int = 0
+    """Samples that could not be read and were passed over; of all ranks on rank 0."""
 
 
 def run_training(
@@ -73,6 +75,7 @@ def run_training(
     main_run = run if training.mesh.is_main else None
     log = _Log(training, main_run)
     samples = SampleLog(training, run)
+    skipped = SkippedSamples(training, run)
     recorder = Recorder(training)
     trace = StepTrace(training)
     last: StepRecord | None = None
@@ -92,6 +95,8 @@ def run_training(
                 log.gathered(training.arranged.gathered())
             last = log.steps(recorder.add(result)) or last
             samples.add(result)
+            for line in skipped.add(result.skipped, result.step):
+                log.note(line)
             log.note(trace.after(result.step - start.step, main_run))
             beat, lines = alive.after(result)
             for line in lines:
@@ -110,7 +115,8 @@ def run_training(
                 last = log.steps(recorder.flush()) or last
                 checkpoints.release()  # an evaluation brings replicas together
                 with alive.watch.during("evaluate"):
-                    record = _evaluate(training, result, alive.watch.counting)
+                    to_device = skipped.noting(training.to_device, result.step)
+                    record = _evaluate(training, result, alive.watch.counting(to_device))
                 log.evaluation(record)
                 metrics = record.metrics
                 log.note(checkpoints.evaluated(metrics))
@@ -125,7 +131,12 @@ def run_training(
                 break
         alive.close()
         last = log.steps(recorder.flush()) or last
-        log.ranks(recorder)
+        log.ranks(recorder)  # every rank has written what it skipped
+        num_skipped = skipped.count()
+        if num_skipped:
+            log.note(
+                f"{num_skipped} samples could not be read and were skipped; events.jsonl has them"
+            )
         with alive.watch.during("save"):
             if config.checkpoint.at_end or stopped:
                 log.saves(checkpoints.save(position, wait=True))
@@ -159,8 +170,9 @@ def run_training(
             loss=final_loss,
             metrics=metrics,
             reached_target=reached,
+            skipped_samples=num_skipped,
         )
-    return Summary(position.step, final_loss, metrics, reached, stopped=bool(stopped))
+    return Summary(position.step, final_loss, metrics, reached, bool(stopped), num_skipped)
 
 
 def _build(config: RunConfig, env: RankEnv, resumes: bool) -> Training:
@@ -207,9 +219,7 @@ def _evaluation_due(result: StepResult, training: Training) -> bool:
 
 
 def _evaluate(
-    training: Training,
-    result: StepResult,
-    counting: Callable[[Callable[[Batch], Batch]], Callable[[Batch], Batch]],
+    training: Training, result: StepResult, to_device: Callable[[Batch], Batch]
 ) -> EvalRecord:
     assert training.eval_loader is not None
     return evaluate(
@@ -217,7 +227,7 @@ def _evaluate(
         training.task,
         training.eval_loader,
         training.precision,
-        counting(training.to_device),
+        to_device,
         result.step,
         result.epoch,
     )

@@ -40,6 +40,8 @@ class StepResult:
     """Where the run is now: what a checkpoint after this step goes on from."""
     samples: tuple[np.ndarray, ...] = ()
     """Indices of the samples of this rank, one array a microbatch."""
+    skipped: tuple[str, ...] = ()
+    """Sentences on samples of this rank that could not be read and were passed over."""
 
 
 def run_step(

@@ -76,6 +76,36 @@ def test_readme_example_runs(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_commands_of_the_data_page_run(tmp_path: Path) -> None:
+    """In order, in one directory; what they print is what the page shows, but for sizes and times."""
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(1000):
+            (tmp_path / "photos" / name / f"{number:04d}.jpg").write_bytes(os.urandom(3000))
+    shown: list[str] = []
+    num_commands = 0
+    for line in "".join(blocks("console", ROOT / "docs" / "data.md")).splitlines():
+        if not line.startswith("$ "):
+            assert without_figures(line) in shown, f"{line!r} is not printed any more"
+            continue
+        num_commands += 1
+        done = subprocess.run(
+            ["bash", "-c", line[2:]],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"`{line[2:]}`: {done.stderr}"
+        shown = [without_figures(printed) for printed in done.stdout.splitlines()]
+    assert num_commands >= 6
+
+
+def without_figures(line: str) -> str:
+    return re.sub(r"\d+\.\d+", "N", line)
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_resolve(path: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())

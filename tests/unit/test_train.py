@@ -19,6 +19,9 @@ from torch import nn
 from ridgeline import rundir
 from ridgeline.config import RunConfig, dump_config, load_config
 from ridgeline.data.build import build_sources
+from ridgeline.data.dataset import open_dataset
+from ridgeline.data.formats.table import FORMATS
+from ridgeline.data.pack import pack
 from ridgeline.errors import RunError, UsageError
 from ridgeline.facts import ModelFacts
 from ridgeline.launch.env import read_rank_env
@@ -537,3 +540,57 @@ def test_a_model_that_reads_values_when_it_is_built(own_nets: Path) -> None:
 def test_a_model_with_nothing_to_train(own_nets: Path) -> None:
     with pytest.raises(UsageError, match="no parameter of own_nets:Frozen is trainable"):
         run_training(own_config("model.name=own_nets:Frozen"), ALONE)
+
+
+# Samples that cannot be read.
+
+
+def pack_damaged(path: Path, damaged: dict[str, list[int]]) -> Path:
+    """Fields to classify, packed, with a changed byte in some samples of each half."""
+    for part, numbers in damaged.items():
+        rng = np.random.default_rng(0)
+        folder = path / "files" / part
+        folder.mkdir(parents=True)
+        for number in range(24):
+            np.save(folder / f"{number:02d}.x.npy", rng.standard_normal((4, 4), dtype=np.float32))
+            np.save(folder / f"{number:02d}.y.npy", np.array(number % 3))
+        dataset = pack(open_dataset(folder), path / "packed" / part, FORMATS["tar"]).dataset
+        table = dataset.shard(0).table
+        shard = dataset.path / dataset.entries[0].name
+        data = bytearray(shard.read_bytes())
+        for number in numbers:
+            data[int(table.offsets[number, 0] + table.sizes[number, 0]) - 3] ^= 1
+        shard.write_bytes(data)
+    return path / "packed"
+
+
+@pytest.mark.parametrize("reading", ["threads=3", "workers=1"])
+def test_skipped_samples_are_written_down(
+    tmp_path: Path, reading: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = pack_damaged(tmp_path, {"train": [5, 17], "eval": [3]})
+    args = f"data.args={{path: {path}, classes: 3, on_error: skip}}"
+    steps = ["data.source=packed", args, "train.batch=8", "train.steps=9", f"data.{reading}"]
+    steps.append("train.eval_samples=9")
+    summary, run = run_here(tmp_path, *steps)
+    told = [event.details for event in run.events() if event.event == "skipped-sample"]
+    # Three epochs meet the same two, and each of three evaluations the third.
+    names = sorted(
+        re.search(r"(\w+)/shard.*: sample (\d+)", one["sentence"]).groups() for one in told
+    )
+    assert names == [("eval", "3"), ("train", "17"), ("train", "5")]
+    assert {one["rank"] for one in told} == {0}
+    assert all(1 <= one["step"] <= 3 for one in told)
+    assert summary.num_skipped == run.events()[-1].details["skipped_samples"] == 3
+    said = " ".join(capfd.readouterr().out.split())
+    assert "skipped: " in said
+    assert "3 samples could not be read and were skipped" in said
+
+
+def test_a_damaged_sample_ends_a_run_unless_it_may_be_skipped(tmp_path: Path) -> None:
+    path = pack_damaged(tmp_path, {"train": [5], "eval": []})
+    args = f"data.args={{path: {path}, classes: 3}}"
+    with pytest.raises(RunError, match=r"sample 5 .* is damaged"):
+        run_here(tmp_path, "data.source=packed", args, "train.batch=8")
+    (run,) = tmp_path.glob("test-*")
+    assert "skipped-sample" not in [event.event for event in RunDir(run).events()]

@@ -142,7 +142,6 @@ class FixedColumn:
                 read_exactly(shard, row, self._fd, out[first:last], self._offset + row * size)
         return None
 
-
     def ahead(self, first: int, last: int) -> None:
         size = self._bytes
         start = self._offset + first * size

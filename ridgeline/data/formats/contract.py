@@ -2,7 +2,7 @@
 
 A sample is a dictionary of named fields, each either bytes as they were found (a JPEG, a line of
 JSON) or a numpy array. The schema says which, so that a shard can be opened without looking at a
-sample. Every format is one `Format` in `table.py`; `data/packed.py` and `data/pack.py` use nothing
+sample. Every format is one `Format` in `table.py`; `data/dataset.py` and `data/pack.py` use nothing
 but what stands here.
 """
 
@@ -194,12 +194,21 @@ def sample_checksums(sample: Sample, schema: Schema) -> list[int]:
     return [field_checksum(sample[name], field) for name, field in schema.items()]
 
 
+def type_name(dtype: np.dtype, field: str) -> str:
+    """How a schema names the type of an array; text, records and objects have no place in one."""
+    if dtype.kind not in "biufcmM":
+        raise UsageError(
+            f"the field {field!r} is an array of {dtype}; arrays hold numbers, keep anything else as bytes"
+        )
+    return dtype.newbyteorder("=").name
+
+
 def schema_of(sample: Sample) -> Schema:
     """The schema that one sample alone suggests; `widen` makes room for others."""
     schema: Schema = {}
     for name, value in sample.items():
         if isinstance(value, np.ndarray):
-            schema[name] = Field("array", value.dtype.newbyteorder("=").name, value.shape)
+            schema[name] = Field("array", type_name(value.dtype, name), value.shape)
         else:
             schema[name] = Field("bytes")
     return schema

@@ -29,8 +29,8 @@ from ridgeline.data.formats.members import (
 )
 from ridgeline.errors import UsageError
 
-# What a data set of ours keeps beside its samples.
-_OWN_ENDINGS = (".idx", ".part")
+# What a data set of ours keeps beside its shards.
+_TABLE = ".idx"
 _OWN_FILES = ("dataset.json", "pack.json")
 
 
@@ -113,6 +113,7 @@ def _walk(path: Path) -> list[tuple[str, int, int]]:
         below = stack.pop()
         with os.scandir(path / below) as entries:
             ordered = sorted(entries, key=lambda entry: entry.name)
+        own = set() if below else _own({entry.name for entry in ordered})
         folders = []
         for entry in ordered:
             name = f"{below}/{entry.name}" if below else entry.name
@@ -120,11 +121,17 @@ def _walk(path: Path) -> list[tuple[str, int, int]]:
                 continue
             if entry.is_dir():
                 folders.append(name)
-            elif not (entry.name in _OWN_FILES or entry.name.endswith(_OWN_ENDINGS)):
+            elif entry.name not in own:
                 found.append((name, 0, entry.stat().st_size))
         stack.extend(reversed(folders))
     found.sort()
     return [(name, number, size) for number, (name, _, size) in enumerate(found)]
+
+
+def _own(names: set[str]) -> set[str]:
+    """Files that are ours and no samples."""
+    tables = {name for name in names if name.endswith(_TABLE) and name[: -len(_TABLE)] in names}
+    return tables | names.intersection(_OWN_FILES)
 
 
 def _scan(path: Path) -> tuple[Schema, Table, list[str]]:

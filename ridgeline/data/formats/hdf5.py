@@ -81,7 +81,7 @@ class Hdf5Writer:
     def finish(self) -> None:
         h5py = _h5py()
         places: dict[str, int] = {}
-        with _lock, h5py.File(self._path, "w", libver=("v110", "latest"), locking=False) as file:
+        with _lock, _create_file(h5py, self._path) as file:
             file.attrs[_MARK] = 1
             for part, values in self._splitter.small().items():
                 _create(h5py, file, part, values.dtype, values.shape)[...] = values
@@ -102,12 +102,24 @@ class Hdf5Writer:
             spool.close()
 
 
+def _create_file(h5py: Any, path: Path) -> Any:
+    """The same samples are to be the same bytes, and the library writes down when it made a thing."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_LATEST)
+    access.set_file_locking(False, False)
+    settings = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    settings.set_obj_track_times(False)
+    opened = h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fcpl=settings, fapl=access)
+    return h5py.File(opened)
+
+
 def _create(h5py: Any, file: Any, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
     """A contiguous data set whose place is given out now and never filled."""
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    settings.set_obj_track_times(False)
     kind = h5py.h5t.py_create(dtype, logical=True)
     space = h5py.h5s.create_simple(shape)
     return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, dcpl=settings))

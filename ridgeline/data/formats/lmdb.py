@@ -32,7 +32,7 @@ from ridgeline.data.formats.contract import (
     check_key,
     needs,
 )
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError
 
 _DATA = "data.mdb"
 # Comes before every row's key, which has 8 bytes, in the order of the tree.
@@ -111,7 +111,7 @@ class LmdbWriter:
                 self._map_bytes *= 2
                 self._env.set_mapsize(self._map_bytes)
             except lmdb.Error as error:
-                raise UsageError(f"cannot write {self._path}: {error}") from error
+                raise RunError(f"cannot write {self._path}: {error}") from error
         self._batch.clear()
         self._batch_bytes = 0
 

@@ -25,6 +25,7 @@ from ridgeline.data.formats.contract import (
     Table,
     Value,
     check_key,
+    type_name,
 )
 from ridgeline.errors import UsageError
 
@@ -50,7 +51,7 @@ def split_at_first_dot(member: str) -> tuple[str, str, str]:
     """Key, field and kind of a member, as WebDataset reads names."""
     folder, slash, last = member.rpartition("/")
     stem, _, ending = last.partition(".")
-    return unquote(f"{folder}{slash}{stem}"), *_field_of(ending)
+    return f"{folder}{slash}{unquote(stem)}", *_field_of(ending)
 
 
 def split_at_last_dot(member: str) -> tuple[str, str, str]:
@@ -156,10 +157,12 @@ def schema_from_members(
             dtype, shape, _, _ = read_header(data)
         except ValueError as error:
             raise UsageError(f"{place}: the first sample's field {name!r} {error}") from error
+        try:
+            known = type_name(dtype, name)
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
         same = len(np.unique(sizes[:, column])) == 1
-        schema[name] = Field(
-            "array", dtype.newbyteorder("=").name, tuple(shape) if same else (None,) * len(shape)
-        )
+        schema[name] = Field("array", known, tuple(shape) if same else (None,) * len(shape))
     return schema
 
 

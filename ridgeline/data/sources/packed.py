@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ class Packed:
         self._seed = seed
         self._augment = augment
         self._on_error = on_error
-        self._skipped: list[str] = []
+        # By thread: each reads a batch and asks what was skipped in it.
+        self._skipped: dict[int, list[str]] = {}
         self.info = _info(dataset, fields, len(self.class_names) or None, self._first_target())
 
     def __len__(self) -> int:
@@ -87,15 +89,18 @@ class Packed:
         return self._members
 
     def take_skipped(self) -> list[str]:
-        """Sentences on the samples that were passed over since this was last asked."""
-        skipped, self._skipped = self._skipped, []
-        return skipped
+        """Sentences on the samples that this thread passed over since it last asked."""
+        return self._skipped.pop(threading.get_ident(), [])
 
     def ahead(self, first: int, last: int) -> None:
         """Samples first..last-1 are wanted soon."""
         members = self._members[first:last]
-        if len(members) and int(members[-1]) - int(members[0]) == len(members) - 1:
-            self.dataset.ahead(int(members[0]), int(members[-1]) + 1)
+        if not len(members):
+            return
+        low, high = int(members[0]), int(members[-1]) + 1
+        # Those held out lie between them; members that are far apart are better left alone.
+        if high - low <= 2 * len(members):
+            self.dataset.ahead(low, high)
 
     def _fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
         fields = self._fields
@@ -120,7 +125,7 @@ class Packed:
             return inputs, torch.from_numpy(self._labels[indices])
         if fields.target is None:  # tokens: predict the next
             return inputs[:, :-1].contiguous(), inputs[:, 1:].contiguous()
-        return inputs, self._targets(batch[fields.target])
+        return inputs, self._targets(batch[fields.target], members)
 
     def _room(self, name: str, num: int) -> Tensor | None:
         """Memory for a field of `num` samples; None where it does not come as one array."""
@@ -163,7 +168,7 @@ class Packed:
                                 found[row : row + 1], members[row : row + 1], indices, epoch
                             )
                         )
-                raise self._no_image(int(members[0]), error) from error
+                raise self._damaged(int(members[0]), f"is no image: {error}") from error
         draws = keyed_uniform((self._seed, epoch), indices, NUM_DRAWS)
         for row, data in enumerate(found):
             try:
@@ -174,22 +179,46 @@ class Packed:
                     draws[row] if self._augment else None,
                 )
             except ValueError as error:
-                raise self._no_image(int(members[row]), error) from error
+                raise self._damaged(int(members[row]), f"is no image: {error}") from error
 
-    def _no_image(self, member: int, error: Exception) -> BadSample:
-        shard, row = self.dataset.locate(member)
-        return self.dataset.shard(shard).damaged(row, f"is no image: {error}")
-
-    def _targets(self, found: Any) -> Tensor:
+    def _targets(self, found: Any, members: np.ndarray) -> Tensor:
         if isinstance(found, Tensor | np.ndarray):
             return _as_tensor(found)
-        return torch.from_numpy(np.array([_label(value) for value in found], dtype=np.int64))
+        if self.dataset.schema[str(self._fields.target)].kind == "array":
+            return _stack(found, str(self._fields.target), self.dataset)
+        labels = np.empty(len(members), dtype=np.int64)
+        for row, (value, member) in enumerate(zip(found, members.tolist(), strict=True)):
+            labels[row] = self._label(value, member)
+        return torch.from_numpy(labels)
+
+    def _label(self, value: Any, member: int) -> int:
+        """A class number that was written as text, as in WebDataset's `cls` files."""
+        try:
+            return int(bytes(value).decode())
+        except ValueError as error:
+            why = f"has the label {bytes(value)[:20]!r}, which is no whole number"
+            raise self._damaged(member, why) from error
+
+    def _damaged(self, member: int, why: str) -> BadSample:
+        shard, row = self.dataset.locate(member)
+        return self.dataset.shard(shard).damaged(row, why)
 
     def _first_target(self) -> np.ndarray | None:
+        """Of the first sample that can be read."""
         if self._fields.target is None:
             return None
-        target = self.dataset.read(int(self._members[0]) if len(self) else 0)[self._fields.target]
-        return target if isinstance(target, np.ndarray) else np.array(_label(target))
+        # A part that holds nothing has targets like the other.
+        looked_at = (self._members[:_MAX_STEPS] if len(self) else np.arange(1)).tolist()
+        for member in looked_at:
+            try:
+                target = self.dataset.read(member)[self._fields.target]
+                if isinstance(target, np.ndarray):
+                    return target
+                return np.array(self._label(target, member))
+            except BadSample:
+                if self._on_error != "skip" or member == looked_at[-1]:
+                    raise
+        return None
 
     def _readable(self, indices: np.ndarray) -> np.ndarray:
         """The same samples, with the next one that can be read in the place of each that cannot."""
@@ -200,7 +229,7 @@ class Packed:
                 try:
                     self._fetch(np.array([other]), 0)
                 except BadSample as error:
-                    self._skipped.append(str(error))
+                    self._skipped.setdefault(threading.get_ident(), []).append(str(error))
                     continue
                 chosen.append(other)
                 break
@@ -239,6 +268,8 @@ class _Fields:
         self.dali = DaliDecoder(size, crop) if self.is_image and decoder == "dali" else None
         if self.is_image and self.dali is None:
             require_pillow("packed")
+        else:
+            _check_type(dataset, self.input)
         self.target = target_name or _pick(schema, _TARGETS)
         if self.target is not None and self.target not in schema:
             raise UsageError(
@@ -247,6 +278,8 @@ class _Fields:
             )
         if self.target is None and not self.is_image and len(schema) == 2 and target_name is None:
             self.target = next(name for name in schema if name != self.input)
+        if self.target is not None and schema[self.target].kind == "array":
+            _check_type(dataset, self.target)
         self.wants_labels = self.target is None and not self._is_text(dataset)
 
     def _is_text(self, dataset: Dataset) -> bool:
@@ -257,20 +290,23 @@ class _Fields:
         )
 
 
+def _check_type(dataset: Dataset, name: str) -> None:
+    dtype = np.dtype(dataset.schema[name].dtype)
+    try:
+        _as_tensor(np.zeros(1, dtype=dtype))
+    except TypeError as error:
+        raise UsageError(
+            f"source 'packed': the field {name!r} of {dataset.path} holds {dtype}, which no tensor can; "
+            "name another field, or pack numbers"
+        ) from error
+
+
 def _is_image(name: str) -> bool:
     return f".{name.rpartition('.')[2].lower()}" in IMAGE_SUFFIXES
 
 
 def _pick(schema: Schema, names: Sequence[str]) -> str | None:
     return next((name for name in names if name in schema), None)
-
-
-def _label(value: Any) -> int:
-    """A class number that was written as text, as in WebDataset's `cls` files."""
-    try:
-        return int(bytes(value).decode())
-    except ValueError as error:
-        raise BadSample(f"the label {bytes(value)[:20]!r} is no whole number") from error
 
 
 def _stack(found: Any, name: str, dataset: Dataset) -> Tensor:

@@ -176,7 +176,7 @@ def choose(
         if reason:
             raise StageProblem(f"{path} {reason}")
         note = "" if local else f"; it is on {kind}, which may not be of this node alone"
-        return Candidate("given", path, True, f"given{note}")
+        return Candidate("--to or data.stage", path, True, f"given{note}")
     looked = look(candidates(mounts), mounts, lacks, has_copy)
     for candidate in looked:
         if candidate.taken:

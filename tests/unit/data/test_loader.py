@@ -274,3 +274,19 @@ def test_memory_of_batches_is_used_again_when_nobody_holds_it():
     del part
     gc.collect()
     assert empty_batch((300, 1024), torch.float32).data_ptr() == address
+
+
+def test_memory_may_come_back_at_any_moment():
+    """The garbage collector can run in the thread that is asking for memory."""
+    from ridgeline.data import memory
+
+    held = [memory.empty_batch((300, 1024), torch.float32)]
+
+    def drop():
+        with memory._pool._lock:
+            held.clear()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()

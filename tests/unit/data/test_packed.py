@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from itertools import chain
 
 import numpy as np
@@ -293,3 +294,80 @@ def test_dali_has_to_be_there(photos):
     else:
         with pytest.raises(UsageError, match=r"data\.augment"):
             build_sources("packed", {"path": str(photos), "decoder": "dali", "augment": True}, 0)
+
+
+def test_threads_keep_what_they_skipped_apart(damaged):
+    source = build(damaged, on_error="skip")
+    start, told = threading.Barrier(2), {}
+
+    def read(first, last):
+        start.wait()
+        source.fetch(np.arange(first, last), 0)
+        start.wait()
+        told[first] = source.take_skipped()
+
+    threads = [threading.Thread(target=read, args=pair) for pair in ((0, 12), (20, 30))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(told[0]), told[20]) == (1, [])
+
+
+def test_a_first_sample_that_is_damaged(stored, tmp_path):
+    path = tmp_path / "first"
+    shutil.copytree(stored / "tar", path)
+    table = open_dataset(path).shard(0).table
+    flip(path / "shard-00000.tar", int(table.offsets[0, 1] + table.sizes[0, 1]) - 1)
+    with pytest.raises(RunError, match=r"sample 0 .* is damaged"):
+        build(path)
+    source = build(path, on_error="skip")
+    assert source.fetch(np.array([0]), 0)[0][0, 0, 0] == 1
+
+
+def test_a_label_that_is_none_is_named(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number in range(20):
+        np.save(folder / f"{number:02d}.x.npy", np.zeros(3, dtype=np.float32))
+        (folder / f"{number:02d}.cls").write_text("no" if number == 4 else str(number % 3))
+    args = {"path": str(folder), "classes": 3}
+    source, _ = build_sources("packed", args, 0)
+    with pytest.raises(RunError, match=r"sample 4 \('04'.* has the label b'no'"):
+        source.fetch(np.arange(6), 0)
+    source, _ = build_sources("packed", {**args, "on_error": "skip"}, 0)
+    assert source.fetch(np.arange(6), 0)[1].tolist() == [0, 1, 2, 0, 2, 2]
+
+
+def test_once_is_once_also_for_some_of_the_fields(stored, monkeypatch):
+    dataset = open_dataset(stored / "tar")
+    dataset.read_batch(np.arange(6), ["x"])
+    counted = []
+    monkeypatch.setattr(
+        "ridgeline.data.dataset.field_checksum", lambda *args: counted.append(args) or 0
+    )
+    dataset.read_batch(np.arange(6), ["x"])
+    assert not counted
+    with pytest.raises(RunError, match="has another checksum"):
+        dataset.read_batch(np.arange(6), ["x", "y"])
+
+
+def test_blocks_are_asked_for_around_what_is_held_out(stored, monkeypatch):
+    source = build(stored / "tar", holdout=0.2)
+    asked = []
+    monkeypatch.setattr(source.dataset, "ahead", lambda first, last: asked.append((first, last)))
+    list(Loader(source, batch=BATCH, blocks=Blocks(block=8, window=16), prefetch=0).epoch(0))
+    wanted = {int(member) for first, last in asked for member in range(first, last)}
+    assert wanted >= set(source._members.tolist())
+
+
+def test_fields_that_are_no_numbers(tmp_path):
+    for number in range(4):
+        np.save(tmp_path / f"{number}.x.npy", np.zeros(3, dtype=np.float32))
+        np.save(tmp_path / f"{number}.when.npy", np.array(["2020-01-01"], dtype="datetime64[s]"))
+    for args in ({"input": "when", "target": "x"}, {"input": "x", "target": "when"}):
+        with pytest.raises(UsageError, match=r"'when' .* holds datetime64.*, which no tensor can"):
+            build_sources("packed", {"path": str(tmp_path), "holdout": 0.5, **args}, 0)
+    np.save(tmp_path / "0.when.npy", np.array(["abc"]))
+    with pytest.raises(UsageError, match=r"'when' is an array of <U3; arrays hold numbers"):
+        open_dataset(tmp_path)
