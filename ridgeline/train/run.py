@@ -269,6 +269,7 @@ class _Log:
 
     def __init__(self, training: Training, run: RunDir | None) -> None:
         self._run = run
+        self._is_waiting = False
         mesh = training.mesh
         self._board = Board(run, training.config.log.tensorboard) if run is not None else None
         if run is not None:
@@ -311,6 +312,7 @@ class _Log:
                     step=done.step,
                     bytes=done.num_bytes,
                     seconds=round(done.seconds, 3),
+                    removed=list(done.removed),
                 )
             else:
                 self.event("checkpoint-failed", step=done.step, problem=done.problem)
@@ -331,7 +333,15 @@ class _Log:
                 self._run.append(record)
                 self._board.step(record)
             self._progress.step(record)
+        if records and self._run is not None:
+            self._tell_waiting(self._run.num_unwritten())
         return records[-1] if records else None
+
+    def _tell_waiting(self, num_bytes: int) -> None:
+        """Records that the disk does not take are kept; that it is so is said once."""
+        if num_bytes and not self._is_waiting:
+            self.note(f"the disk takes no records: {num_bytes} bytes wait; make room, they follow then")
+        self._is_waiting = bool(num_bytes)
 
     def evaluation(self, record: EvalRecord) -> None:
         if self._run is not None and self._board is not None:

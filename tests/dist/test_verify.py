@@ -50,6 +50,28 @@ def command(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+def test_mixing_and_crops_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """A batch of 9 on 3 ranks: pairs that are mixed lie on two ranks, and one sample has no partner."""
+    augment = (
+        "mixup=0.4",
+        "cutmix=0.5",
+        "crop=padded",
+        "padding=1",
+        "flip_horizontal=0.5",
+    )
+    done = command(
+        tmp_path,
+        "digits",
+        "train.batch=9",
+        *(f"data.augment.{setting}" for setting in augment),
+        "--layout",
+        "dp=3",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 same" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_difference_is_named_and_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "wrong_net.py").write_text(RANK_DEPENDENT)
     done = command(tmp_path, "digits", "model={name: wrong_net:Net}", "--layout", "dp=2")
