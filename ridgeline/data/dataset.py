@@ -184,13 +184,17 @@ class Dataset:
                 self._open = OrderedDict()
                 self._pid = os.getpid()
             shard = self._open.get(number)
-            if shard is None:
-                with self.spent.during("open"):
-                    shard = self._open[number] = self._open_shard(number)
-                if len(self._open) > _MAX_OPEN:
-                    self._open.popitem(last=False)
-            else:
+            if shard is not None:
                 self._open.move_to_end(number)
+                return shard
+        # Not under the lock: a slow file system would stop the threads that read other shards. Of two
+        # that open the same, one is let go.
+        with self.spent.during("open"):
+            opened = self._open_shard(number)
+        with self._lock:
+            shard = self._open.setdefault(number, opened)
+            while len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
             return shard
 
     def _open_shard(self, number: int) -> Shard:
