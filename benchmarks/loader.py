@@ -283,6 +283,7 @@ def main() -> None:
     )
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--kinds", nargs="+", default=["images", "arrays"])
+    parser.add_argument("--only", nargs="+", help="Names of loaders, as the table has them.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     pythons = {"litdata": sys.executable, "streaming": sys.executable}
@@ -298,6 +299,8 @@ def main() -> None:
             places = prepare(kind, root, num, pythons)
             if kind == "arrays":
                 places["raw"] = places["ours: npy"]
+            if options.only:
+                places = {name: places[name] for name in places if name in options.only}
             rates = race(kind, places, pythons, options)
             scale, unit = (1.0, "samples/s") if kind == "images" else (array_bytes / 1e6, "MB/s")
             cold = " from the disk" if kind == "arrays" and not options.warm else ""

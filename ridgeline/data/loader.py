@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,9 @@ from ridgeline.data.processes import Processes
 from ridgeline.data.source import Source
 from ridgeline.data.threads import read_in_threads
 from ridgeline.errors import UsageError
+
+# Batches that a source is asked for before they are read.
+_ASKED_AHEAD = 2
 
 
 class Loader:
@@ -160,6 +164,8 @@ class Loader:
             return (read_batch(made, plan, self.change) for plan in plans)
         if self.shuffle and self.blocks is not None and hasattr(self.source, "ahead"):
             plans = self._asking_ahead(plans, epoch, self.blocks)
+        if self.prefetch and hasattr(self.source, "ask"):
+            plans = self._asking(plans)
         if self.workers:
             if self._processes is None:
                 self._processes = Processes(
@@ -182,6 +188,18 @@ class Loader:
         for plan in plans:
             batch = read_batch(self.source, plan, self.change)
             yield batch.pin_memory() if self.pin_memory else batch
+
+    def _asking(self, plans: Iterator[BatchPlan]) -> Iterator[BatchPlan]:
+        """The same plans; the system is asked for the samples of each a little before it is handed out,
+        so that the disk works while a reader does something else."""
+        waiting: deque[BatchPlan] = deque()
+        for plan in plans:
+            for part in plan.parts:
+                self.source.ask(part)  # type: ignore[attr-defined]
+            waiting.append(plan)
+            if len(waiting) > _ASKED_AHEAD:
+                yield waiting.popleft()
+        yield from waiting
 
     def _asking_ahead(
         self, plans: Iterator[BatchPlan], epoch: int, blocks: Blocks

@@ -20,12 +20,9 @@ class FirstSamples:
         self.info = source.info
         # What the loader looks for on a source has to show through.
         self.uses_global_rng = getattr(source, "uses_global_rng", False)
-        if hasattr(source, "device_fetch"):
-            self.device_fetch = source.device_fetch
-        if hasattr(source, "count_targets"):
-            self.count_targets = source.count_targets
-        if hasattr(source, "take_skipped"):
-            self.take_skipped = source.take_skipped
+        for name in ("device_fetch", "count_targets", "take_skipped", "ask", "ahead"):
+            if hasattr(source, name):
+                setattr(self, name, getattr(source, name))
 
     def __len__(self) -> int:
         return self._length

@@ -39,6 +39,7 @@ from ridgeline.errors import RunError, UsageError
 
 _INPUTS = ("input", "inputs", "image", "img", "x", "data", "tokens", "npy", "array")
 _TARGETS = ("target", "targets", "label", "labels", "cls", "class", "y")
+_LARGE_BYTES = 256 * 1024
 # How far a sample that cannot be read looks for one that can.
 _MAX_STEPS = 1000
 # torch has hardly any operations on these; uint16 pixels stay, because `data.augment` decodes them.
@@ -68,6 +69,8 @@ class Packed:
         self._seed = seed
         self._augment = augment
         self._on_error = on_error
+        field = dataset.schema[fields.input]
+        self._is_large = field.is_fixed and field.num_bytes >= _LARGE_BYTES
         # By thread: each reads a batch and asks what was skipped in it.
         self._skipped: dict[int, list[str]] = {}
         self.info = _info(dataset, fields, len(self.class_names) or None, self._first_target())
@@ -101,6 +104,12 @@ class Packed:
         # Those held out lie between them; members that are far apart are better left alone.
         if high - low <= 2 * len(members):
             self.dataset.ahead(low, high)
+
+    def ask(self, indices: np.ndarray) -> None:
+        """These samples are wanted next. Small ones are read sooner than asked for."""
+        if self._is_large:
+            for member in self._members[indices].tolist():
+                self.dataset.ahead(member, member + 1)
 
     def _fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
         fields = self._fields

@@ -371,3 +371,25 @@ def test_fields_that_are_no_numbers(tmp_path):
     np.save(tmp_path / "0.when.npy", np.array(["abc"]))
     with pytest.raises(UsageError, match=r"'when' is an array of <U3; arrays hold numbers"):
         open_dataset(tmp_path)
+
+
+def test_large_arrays_are_asked_for_before_they_are_read(tmp_path, monkeypatch):
+    np.save(tmp_path / "fields.npy", np.zeros((12, 4, 128, 128), dtype=np.float32))
+    source = build_sources("packed", {"path": str(tmp_path), "holdout": 0, "target": "npy"}, 0)[0]
+    done = []
+    monkeypatch.setattr(
+        source.dataset, "ahead", lambda first, last: done.append(("asked", range(first, last)[0]))
+    )
+    fetch = source.fetch
+    monkeypatch.setattr(
+        source,
+        "fetch",
+        lambda indices, epoch: (
+            done.extend(("read", i) for i in indices.tolist()) or fetch(indices, epoch)
+        ),
+    )
+    list(Loader(source, batch=2).epoch(0))
+    for number in range(12):
+        assert done.index(("asked", number)) < done.index(("read", number))
+    # The first two batches and the third are asked for before the first is read.
+    assert [what for what, _ in done[:6]] == ["asked"] * 6
