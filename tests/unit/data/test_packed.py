@@ -375,7 +375,8 @@ def test_fields_that_are_no_numbers(tmp_path):
 
 def test_large_arrays_are_asked_for_before_they_are_read(tmp_path, monkeypatch):
     np.save(tmp_path / "fields.npy", np.zeros((12, 4, 128, 128), dtype=np.float32))
-    source = build_sources("packed", {"path": str(tmp_path), "holdout": 0, "target": "npy"}, 0)[0]
+    args = {"path": str(tmp_path / "fields.npy"), "holdout": 0, "target": "npy"}
+    source = build_sources("packed", args, 0)[0]
     done = []
     monkeypatch.setattr(
         source.dataset, "ahead", lambda first, last: done.append(("asked", range(first, last)[0]))
