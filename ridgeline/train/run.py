@@ -340,7 +340,9 @@ class _Log:
     def _tell_waiting(self, num_bytes: int) -> None:
         """Records that the disk does not take are kept; that it is so is said once."""
         if num_bytes and not self._is_waiting:
-            self.note(f"the disk takes no records: {num_bytes} bytes wait; make room, they follow then")
+            self.note(
+                f"the disk takes no records: {num_bytes} bytes wait; make room, they follow then"
+            )
         self._is_waiting = bool(num_bytes)
 
     def evaluation(self, record: EvalRecord) -> None:
