@@ -258,18 +258,21 @@ def choose_master(found: Found, env: Env) -> tuple[str, int, dict[str, str]]:
         return address, whole_number(env, "MASTER_PORT"), said
     if found.source == "torchrun":
         return address, 0, said
-    job, name = _job(found, env)
-    said["master_port"] = f"from {name}"
-    return address, _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS, said
+    said["master_port"] = f"from {_job_variable(env) or 'the parent process'}"
+    return address, _FIRST_PORT + zlib.crc32(name_job(env).encode()) % _NUM_PORTS, said
 
 
-def _job(found: Found, env: Env) -> tuple[str, str]:
-    for name in _JOB_NAMES:
-        if env.get(name):
-            step = env.get("SLURM_STEP_ID", "") if name == "SLURM_JOB_ID" else ""
-            return f"{env[name]}.{step}", name
-    # The ranks of one node were started by one process.
-    return str(os.getppid()), "the parent process"
+def name_job(env: Env) -> str:
+    """What tells this job from others, the same on every rank."""
+    variable = _job_variable(env)
+    if variable is None:
+        return f"parent {os.getppid()}"  # the ranks of one node were started by one process
+    step = env.get("SLURM_STEP_ID")
+    return f"{env[variable]}.{step}" if variable == "SLURM_JOB_ID" and step else env[variable]
+
+
+def _job_variable(env: Env) -> str | None:
+    return next((name for name in _JOB_NAMES if env.get(name)), None)
 
 
 def _nodes(env: Env) -> tuple[str, ...]:

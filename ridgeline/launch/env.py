@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ridgeline.launch.detect import choose_master, detect, whole_number
+from ridgeline.launch.detect import choose_master, detect, name_job, whole_number
 
 LAUNCHER = "RIDGELINE_LAUNCHER"
 """Holds the process id of `ridgeline train` in the ranks it starts."""
@@ -45,6 +45,8 @@ class RankEnv:
     node_rank: int = 0
     nodes: tuple[str, ...] = ()
     """Hosts of the ranks in order; empty where the launcher does not say."""
+    job: str = field(default="", compare=False)
+    """What tells this job from others on the same nodes, the same on every rank."""
     said: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """For each of these, the variable it was read from."""
 
@@ -66,6 +68,7 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
         attempt=whole_number(env, attempts) if attempts in env else 0,
         node_rank=found.node_rank,
         nodes=found.nodes,
+        job=name_job(env),
         said=tuple({**found.said, **said}.items()),
     )
 
