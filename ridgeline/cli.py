@@ -18,6 +18,7 @@ import typer
 
 from ridgeline.cli_checkpoint import checkpoint_app
 from ridgeline.cli_data import data_app
+from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_shared import num_cores, require_torch
 from ridgeline.errors import Requeue, RunError, UsageError
@@ -38,6 +39,7 @@ config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
+app.add_typer(launch_app, name="launch")
 app.add_typer(machine_app, name="machine")
 
 Overrides = Annotated[

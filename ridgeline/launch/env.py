@@ -1,7 +1,8 @@
-"""Who this process is among the ranks: the only file that reads rank variables.
+"""Who this process is among the ranks: the only file that takes variables from the environment.
 
-Whatever started the process left its answer in environment variables; `read_rank_env` turns them into
-one dataclass. Called once by `train/worker.py` and by `ridgeline.start` in a user's own script.
+Whatever started the process left its answer in environment variables, which `detect.py` understands;
+`read_rank_env` makes one dataclass of them. Called once by `train/worker.py` and by `ridgeline.start` in a
+user's own script.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ridgeline.errors import UsageError
+from ridgeline.launch.detect import choose_master, detect, name_job, whole_number
 
 LAUNCHER = "RIDGELINE_LAUNCHER"
 """Holds the process id of `ridgeline train` in the ranks it starts."""
@@ -38,29 +39,37 @@ class RankEnv:
     master_addr: str
     master_port: int
     source: str
-    """What the values were read from: `torchrun` or `single process`."""
+    """What the values were read from: a key of `detect.READERS`, or `single process`."""
     attempt: int = 0
     """How often the agent has started these ranks again."""
+    node_rank: int = 0
+    nodes: tuple[str, ...] = ()
+    """Hosts of the ranks in order; empty where the launcher does not say."""
+    job: str = field(default="", compare=False)
+    """What tells this job from others on the same nodes, the same on every rank."""
+    said: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """For each of these, the variable it was read from."""
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
-    """The rank variables that torchrun and torch's elastic agent set, or a job of one process."""
+    """What the launcher that started this process says of it, or a job of one process."""
     env = os.environ if environ is None else environ
-    if "RANK" not in env and "WORLD_SIZE" not in env:
-        return RankEnv(0, 1, 0, 1, "127.0.0.1", 0, "single process")
-    rank = _whole_number(env, "RANK")
-    world_size = _whole_number(env, "WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise UsageError(f"RANK={rank} is outside WORLD_SIZE={world_size}; start with torchrun")
+    found = detect(env)
+    address, port, said = choose_master(found, env)
+    attempts = "TORCHELASTIC_RESTART_COUNT"
     return RankEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_whole_number(env, "LOCAL_RANK", default=rank),
-        local_world_size=_whole_number(env, "LOCAL_WORLD_SIZE", default=world_size),
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_whole_number(env, "MASTER_PORT", default=0),
-        source="torchrun",
-        attempt=_whole_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+        rank=found.rank,
+        world_size=found.world_size,
+        local_rank=found.local_rank,
+        local_world_size=found.local_world_size,
+        master_addr=address,
+        master_port=port,
+        source=found.source,
+        attempt=whole_number(env, attempts) if attempts in env else 0,
+        node_rank=found.node_rank,
+        nodes=found.nodes,
+        job=name_job(env),
+        said=tuple({**found.said, **said}.items()),
     )
 
 
@@ -90,20 +99,6 @@ def local_storage_variables(environ: Mapping[str, str] | None = None) -> list[tu
     env = os.environ if environ is None else environ
     names = ("SLURM_TMPDIR", "TMPDIR", "LUSTRE_SCRATCH", "PBS_JOBFS")
     return [(name, env[name]) for name in names if env.get(name)]
-
-
-def _whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = env.get(name)
-    if text is None:
-        if default is not None:
-            return default
-        raise UsageError(
-            f"the environment sets some rank variables but not {name}; start the script with torchrun"
-        )
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name}={text!r} in the environment is not a whole number") from None
 
 
 def recorded_environment(environ: Mapping[str, str] | None = None) -> dict[str, object]:

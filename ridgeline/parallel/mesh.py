@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
+from ridgeline.parallel.rendezvous import join_store
 
 JOIN_TIMEOUT = timedelta(minutes=10)
 # torch 2.13 has renamed it, and warns of the name that 2.11 has.
@@ -285,6 +286,8 @@ def build_mesh(
 def _store(env: RankEnv) -> dist.Store:
     """Where ranks find each other's addresses. Torch's agent hands ranks that it started again the
     store of the ranks before them, and with it addresses of processes that are gone: look elsewhere."""
+    if env.source != "torchrun":
+        return join_store(env, JOIN_TIMEOUT)
     store, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=JOIN_TIMEOUT))
     return dist.PrefixStore(f"attempt-{env.attempt}", store)
 

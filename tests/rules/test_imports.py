@@ -39,7 +39,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("scaling", "search", "export", "report"),
     ("compat",),
     ("cli_shared",),
-    ("cli_checkpoint", "cli_data", "cli_machine"),
+    ("cli_checkpoint", "cli_data", "cli_launch", "cli_machine"),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -68,6 +68,7 @@ TORCH_FREE = (
     "ridgeline.cli_checkpoint",
     "ridgeline.data.pack",
     "ridgeline.cli_data",
+    "ridgeline.cli_launch",
     "ridgeline.cli_machine",
     "ridgeline.cli",
 )
