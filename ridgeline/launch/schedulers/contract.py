@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ridgeline.errors import UsageError
 from ridgeline.launch.job import Job, JobState, Step
+from ridgeline.launch.script import ENDS_AT
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,20 @@ class Scheduler:
     """The nodes this process has, when it runs in a job of this scheduler."""
     step: Callable[[Step], list[str]]
     """The command line that starts `step.command` once a rank in these nodes."""
+
+
+def number(environ: Mapping[str, str], *variables: str) -> int | None:
+    """The whole number in the first of these that is set."""
+    for variable in variables:
+        said = environ.get(variable)
+        if said:
+            if not said.isdigit():
+                raise UsageError(f"{variable}={said!r} in the environment is not a whole number")
+            return int(said)
+    return None
+
+
+def ends_at(environ: Mapping[str, str], *variables: str) -> float | None:
+    """When the time is up, from the scheduler where it says, else from what the script has left."""
+    seconds = number(environ, *variables, ENDS_AT)
+    return float(seconds) if seconds else None
