@@ -24,6 +24,8 @@ HUB = "RIDGELINE_HUB"
 ENDS_AT, WARN_S, REQUEUE = "RIDGELINE_ENDS_AT", "RIDGELINE_WARN_S", "RIDGELINE_REQUEUE"
 """Written into job scripts: when the time is up, how long before it the run is to end, and whether the job
 is to be put back into the queue then."""
+ARRAY = "RIDGELINE_ARRAY"
+"""Whether the job is one of an array that was asked for here."""
 LOST = "RIDGELINE_LOST_S"
 
 RANK_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000"}
@@ -105,6 +107,7 @@ class Limits:
     """Seconds since 1970."""
     warn_s: float
     requeue: bool
+    array: bool
     lost_s: float | None
     """Silence after which a host is given up, where that is not the usual."""
 
@@ -115,6 +118,7 @@ def read_limits(environ: Mapping[str, str] | None = None) -> Limits:
         ends_at=whole_number(env, ENDS_AT) if env.get(ENDS_AT) else None,
         warn_s=whole_number(env, WARN_S) if env.get(WARN_S) else 120,
         requeue=env.get(REQUEUE, "") == "1",
+        array=env.get(ARRAY, "") == "1",
         lost_s=whole_number(env, LOST) if env.get(LOST) else None,
     )
 

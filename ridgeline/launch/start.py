@@ -38,8 +38,7 @@ class Starter(Protocol):
     """One way to have ranks."""
 
     name: str
-    nodes: int
-    per_node: int
+    num_ranks: int
     here: bool
     """Whether the ranks are all on this host, started by this process."""
 
@@ -66,10 +65,10 @@ class Starter(Protocol):
 class Local:
     """This machine, under torch's agent."""
 
-    name, nodes, here = "local", 1, True
+    name, here = "local", True
 
-    def __init__(self, per_node: int, num_cores: int) -> None:
-        self.per_node, self._num_cores = per_node, num_cores
+    def __init__(self, num_ranks: int, num_cores: int) -> None:
+        self.num_ranks, self._num_cores = num_ranks, num_cores
 
     def run(
         self,
@@ -180,10 +179,13 @@ class Spread:
         prefix: Sequence[str] = (),
         cpus_per_rank: int | None = None,
         gpus_per_node: int | None = None,
+        num_ranks: int | None = None,
     ) -> None:
         """`prefix` comes before every rank's command: a container's. `start` has to start `step.command`
         once a rank, with `step.variables` in its environment."""
         self.name, self.nodes, self.per_node = name, nodes, per_node
+        # Hosts may take more ranks or fewer each.
+        self.num_ranks = nodes * per_node if num_ranks is None else num_ranks
         self._start, self._hosts, self._bind, self._prefix = start, tuple(hosts), bind, list(prefix)
         self._sizes = {"cpus_per_rank": cpus_per_rank, "gpus_per_node": gpus_per_node}
         self._hub: Hub | None = None
@@ -209,11 +211,8 @@ class Spread:
         extra: Mapping[str, str],
     ) -> None:
         """As `run`, for any command."""
-        if num_ranks != self.nodes * self.per_node:
-            raise UsageError(
-                f"{num_ranks} ranks on {self.nodes} nodes with {self.per_node} a node: {self.name} "
-                f"starts {self.nodes * self.per_node}"
-            )
+        if num_ranks != self.num_ranks:
+            raise RunError(f"{self.name} starts {self.num_ranks} ranks, not {num_ranks}")
         log_dir.mkdir(parents=True, exist_ok=True)
         hub = self._hub = Hub(num_ranks, self._hosts, read_limits().lost_s or LOST_S)
         wrapper = [sys.executable, "-m", "ridgeline.launch.rank", "--logs", str(log_dir.resolve())]
