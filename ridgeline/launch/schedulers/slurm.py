@@ -15,7 +15,7 @@ from pathlib import Path
 from ridgeline.errors import UsageError
 from ridgeline.launch.hostlist import expand_hosts
 from ridgeline.launch.job import Job, JobState, Step
-from ridgeline.launch.schedulers.contract import Allocation, Scheduler, ends_at, number
+from ridgeline.launch.schedulers.contract import Allocation, Scheduler, ends_at, list_hosts, number
 from ridgeline.launch.schedulers.program import ask, demand
 from ridgeline.launch.script import job_ids, read_array, read_memory, render_script, value
 
@@ -240,7 +240,7 @@ def step(step: Step) -> list[str]:
         "--cpu-bind=none",
     ]
     if step.hosts:
-        words.append(f"--nodelist={','.join(step.hosts)}")
+        words.append(f"--nodelist={','.join(list_hosts(step))}")
     if step.cpus_per_rank is not None:
         words.append(f"--cpus-per-task={step.cpus_per_rank}")
     if step.gpus_per_node:
