@@ -21,7 +21,9 @@ from ridgeline.launch.failures import RankError, clear_accounts
 from ridgeline.launch.start import Spread
 
 
-def supervise(spread: Spread, command: list[str], num_ranks: int, logs: Path, limits: Limits) -> None:
+def supervise(
+    spread: Spread, command: list[str], num_ranks: int, logs: Path, limits: Limits
+) -> None:
     """Until every rank has ended; raises the first failure, or `Requeue` after a request to stop."""
     logs.mkdir(parents=True, exist_ok=True)
     clear_accounts(logs)
