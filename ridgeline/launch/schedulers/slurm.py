@@ -8,14 +8,20 @@ the ranks by the environment of `srun`, which passes on all of it.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ridgeline.errors import UsageError
 from ridgeline.launch.hostlist import expand_hosts
 from ridgeline.launch.job import Job, JobState, Step
-from ridgeline.launch.schedulers.contract import Allocation, Scheduler, ends_at, list_hosts, number
+from ridgeline.launch.schedulers.contract import (
+    Allocation,
+    Scheduler,
+    ends_at,
+    gather,
+    list_hosts,
+    number,
+)
 from ridgeline.launch.schedulers.program import ask, demand
 from ridgeline.launch.script import job_ids, read_array, read_memory, render_script, value
 
@@ -51,7 +57,6 @@ STATES = {
 """Slurm's words for where a job stands."""
 
 _NO_REASON = ("", "None", "(null)", "N/A")
-_IN_ORDER = ("running", "waiting", "unknown", "failed", "timeout", "cancelled", "done")
 
 
 def render(job: Job) -> str:
@@ -167,20 +172,6 @@ def _state(said: str, reason: str = "", nodes: str = "", exit_code: str = "") ->
         code,
         "" if reason in _NO_REASON else reason,
     )
-
-
-def gather(states: Iterable[JobState]) -> JobState:
-    """One state for the tasks of an array: it runs while one runs, and has failed when one has."""
-    every = list(states)
-    if len(every) == 1:
-        return every[0]
-    worst = min(every, key=lambda one: _IN_ORDER.index(one.state))
-    counts = Counter(one.said for one in every)
-    said = ", ".join(f"{word} x{num}" for word, num in counts.items())
-    nodes = ",".join(
-        dict.fromkeys(one.nodes for one in every if one.nodes and one.state == worst.state)
-    )
-    return JobState(worst.state, said, nodes, worst.exit_code, worst.reason)
 
 
 def cancel(job_id: str) -> None:
