@@ -207,13 +207,17 @@ def put_back(kind: str) -> Iterator[None]:
 
     try:
         yield
-    except Requeue:
-        given = allocation_of(kind)
-        if given is not None and read_limits().requeue:
-            typer.echo(f"job {given.job_id} goes back into the queue", err=True)
-            sys.stderr.flush()
-            # The scheduler may end this process before the next line.
-            SCHEDULERS[kind].requeue(given.job_id)
+    except Requeue as error:
+        given, scheduler = allocation_of(kind), SCHEDULERS.get(kind)
+        if given is None or scheduler is None or not read_limits().requeue:
+            raise
+        if error.signal == "SIGTERM" and not scheduler.preempted(given.job_id):
+            # Cancelled: whoever did that does not want to see the job again.
+            raise RunError(str(error)) from None
+        typer.echo(f"job {given.job_id} goes back into the queue", err=True)
+        sys.stderr.flush()
+        # The scheduler may end this process before the next line.
+        scheduler.requeue(given.job_id)
         raise
 
 

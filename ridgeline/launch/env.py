@@ -31,7 +31,7 @@ ARRAY = "RIDGELINE_ARRAY"
 """Whether the job is one of an array that was asked for here."""
 LOST = "RIDGELINE_LOST_S"
 TERMINAL = "RIDGELINE_TERMINAL"
-"""Whether whoever started the job looks at it on a terminal: launchers give ranks one of their own making."""
+"""Whether whoever started the job looks on at a terminal: launchers give ranks one of their own making."""
 
 RANK_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """Torch keeps the last collectives of a rank, so that a hang can name the one it waits in."""

@@ -1,7 +1,7 @@
 """Ranks as tasks of a Ray cluster: one `host.py` on each node that Ray gives.
 
 Ray places a bundle of cores and GPUs on as many nodes as are asked for and runs one task in each, which
-starts the ranks of that node as processes and waits. Needs the extra `[search]` (ray). Used by `start.py` for
+starts the ranks of that node as processes and waits. Needs the extra `[ray]`. Used by `start.py` for
 `--scheduler ray`.
 """
 
@@ -71,7 +71,7 @@ def start_on_ray(step: Step) -> RayTasks:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     except ModuleNotFoundError as error:
-        raise UsageError("--scheduler ray needs ray; pip install 'ridgeline[search]'") from error
+        raise UsageError("--scheduler ray needs ray; pip install 'ridgeline[ray]'") from error
     if not ray.is_initialized():
         try:
             ray.init(address="auto", logging_level="ERROR", log_to_driver=True)

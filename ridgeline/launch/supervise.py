@@ -35,7 +35,7 @@ def supervise(
             if not asked or error.failure.decisive:
                 raise RunError(str(error)) from None
     if asked:
-        raise Requeue(f"stopped by {asked[0]}; its ranks were told and have ended")
+        raise Requeue(f"stopped by {asked[0]}; its ranks were told and have ended", asked[0])
 
 
 @contextmanager

@@ -56,6 +56,8 @@ class Scheduler:
     """The nodes this process has, when it runs in a job of this scheduler."""
     step: Callable[[Step], list[str]]
     """The command line that starts `step.command` once a rank in these nodes."""
+    preempted: Callable[[str], bool] = lambda job_id: False
+    """Whether a job that gets SIGTERM has to make room for another, and was not cancelled."""
 
 
 def number(environ: Mapping[str, str], *variables: str) -> int | None:

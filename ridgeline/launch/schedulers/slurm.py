@@ -184,6 +184,12 @@ def requeue(job_id: str) -> bool:
     return True
 
 
+def preempted(job_id: str) -> bool:
+    """A job that was cancelled, or whose time is over, is no longer said to run when it gets its SIGTERM;
+    one that has some seconds left to make room for another is."""
+    return status(job_id).said == "RUNNING"
+
+
 def inside(environ: Mapping[str, str]) -> Allocation | None:
     if not environ.get("SLURM_JOB_ID"):
         return None
@@ -240,5 +246,14 @@ def step(step: Step) -> list[str]:
 
 
 SLURM = Scheduler(
-    "slurm", ("sbatch", "srun", "squeue"), render, submit, status, cancel, requeue, inside, step
+    "slurm",
+    ("sbatch", "srun", "squeue"),
+    render,
+    submit,
+    status,
+    cancel,
+    requeue,
+    inside,
+    step,
+    preempted,
 )
