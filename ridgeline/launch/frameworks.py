@@ -1,9 +1,9 @@
 """The variables by which a rank of any framework knows who it is: torch, TensorFlow, JAX and Horovod.
 
 `ridgeline launch` gathers the ranks once; each framework has words of its own for the same table, and a
-rank gets them all, so that one command starts a script of any of them. Pure: the hub fills in `World`, the
-rank's wrapper adds the result to the command's environment. What is left out, and what the frameworks need
-beyond variables, is for `framework_notes` to say, once a job.
+rank gets them all, so that one command starts a script of any of them. Pure: the rank's wrapper has the
+table from the hub and adds the result to the command's environment. What is left out, and what Horovod
+needs beyond variables, is for `framework_notes` to say, once a job.
 """
 
 from __future__ import annotations
@@ -13,38 +13,46 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from ridgeline.errors import UsageError
 
 MAX_VARIABLE_BYTES = 131_072
 """Longer than this, name and end included, the kernel starts no process with it (MAX_ARG_STRLEN)."""
 
-PORTS_A_RANK = 2
-"""How many free ports each rank reports: one for TensorFlow, one for JAX; and one more where one of them
-could be `master_port`, which belongs to torch and is passed over."""
+PORTS_A_RANK = 3
+"""How many free ports each rank should report: of rank 0's, one is torch's, one TensorFlow's, one JAX's."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """One rank, as its wrapper told the hub."""
+class Member(Protocol):
+    """What has to be known of a rank."""
 
-    rank: int
-    local_rank: int
-    node_rank: int
-    host: str
-    address: str
-    """By which the other nodes reach it: an IP address, or a name that resolves everywhere."""
-    ports: tuple[int, ...] = ()
-    """Free on its node when it looked, and no other rank's."""
+    @property
+    def rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def address(self) -> str:
+        """By which the other nodes reach it: an IP address, or a name that resolves everywhere."""
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Free on its node when it looked, and no other rank's."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """In the order in which it counts them."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Every rank of the job, in order, and where torch's rank 0 is met."""
+    """Every rank of the job, in order, and where they meet."""
 
-    members: tuple[Member, ...]
-    master_addr: str
-    master_port: int
+    members: Sequence[Member]
     horovod_server: tuple[str, int] | None = None
     """Address and port of a rendezvous server of Horovod's, where somebody runs one."""
 
@@ -61,6 +69,19 @@ class World:
                     f"{member.node_rank}, and so does another"
                 )
             seen.add(place)
+        if not self.members[0].ports:
+            raise UsageError(
+                f"rank 0 on {self.members[0].host} found no free port to be met at; see "
+                "`ss -tan` there for what holds them"
+            )
+
+    @property
+    def master_addr(self) -> str:
+        return self.members[0].address
+
+    @property
+    def master_port(self) -> int:
+        return self.members[0].ports[0]
 
     @cached_property
     def local_world_sizes(self) -> Mapping[int, int]:
@@ -79,7 +100,20 @@ class World:
         ]
 
     def free_ports(self, member: Member) -> list[int]:
+        """Those that are not torch's."""
         return [port for port in member.ports if port != self.master_port]
+
+    def devices(self, member: Member) -> list[int]:
+        """The GPUs of a rank, by its own count: one, in turn with the ranks of its node that see the same
+        ones; all where it is alone on its node."""
+        if self.local_world_sizes[member.node_rank] == 1:
+            return list(range(len(member.gpus)))
+        same = sorted(
+            other.local_rank
+            for other in self.members
+            if other.node_rank == member.node_rank and other.gpus == member.gpus
+        )
+        return [same.index(member.local_rank) % len(member.gpus)] if member.gpus else []
 
 
 def endpoint(address: str, port: int) -> str:
@@ -91,32 +125,30 @@ def endpoint(address: str, port: int) -> str:
 
 
 def framework_variables(
-    world: World,
+    members: Sequence[Member],
     rank: int,
     environ: Mapping[str, str] | None = None,
     *,
-    devices: Sequence[int] | None = None,
+    horovod_server: tuple[str, int] | None = None,
 ) -> dict[str, str]:
     """What to add to the environment of one rank's command.
 
     Who a rank is (`RANK`, `TF_CONFIG`, `HOROVOD_RANK` and their like) is always set: what is in `environ`
     of these is another launcher's word for another process. What a user may want otherwise
     (`JAX_COORDINATOR_ADDRESS`, `JAX_LOCAL_DEVICE_IDS`, `HOROVOD_CONTROLLER` ...) is left when it is there.
-
-    `devices` are the rank's GPUs as it counts them; None: the one of its local rank, or all where the rank
-    is alone on its node.
     """
-    if not 0 <= rank < len(world.members):
-        raise UsageError(f"there is no rank {rank} among {len(world.members)} ranks")
+    world = World(members, horovod_server)
+    if not 0 <= rank < len(members):
+        raise UsageError(f"there is no rank {rank} among {len(members)} ranks")
     here = environ or {}
-    member = world.members[rank]
+    member = members[rank]
     identity = {
         **torch_variables(world, member),
         **tensorflow_variables(world, member),
         **jax_identity(world, member),
         **horovod_identity(world, member),
     }
-    choices = {**jax_choices(world, member, devices), **horovod_choices(world)}
+    choices = {**jax_choices(world, member), **horovod_choices(world)}
     return identity | {name: value for name, value in choices.items() if not here.get(name)}
 
 
@@ -182,14 +214,15 @@ def jax_coordinator(world: World) -> str | None:
     return endpoint(first.address, ports[1]) if len(ports) > 1 else None
 
 
-def jax_choices(world: World, member: Member, devices: Sequence[int] | None) -> dict[str, str]:
+def jax_choices(world: World, member: Member) -> dict[str, str]:
+    """The coordinator and the rank's GPUs. These are named also where a rank has all: of a rank of Open MPI
+    JAX thinks that it has one."""
     coordinator = jax_coordinator(world)
     if coordinator is None:
         return {}
-    if devices is None and world.local_world_sizes[member.node_rank] > 1:
-        devices = (member.local_rank,)
     # The last is what JAX knows Open MPI's ranks by; mpirun's own value stays, where there is one.
     chosen = {"JAX_COORDINATOR_ADDRESS": coordinator, "OMPI_MCA_orte_hnp_uri": ""}
+    devices = world.devices(member)
     if devices:
         chosen["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, devices))
     return chosen
@@ -224,8 +257,11 @@ def horovod_choices(world: World) -> dict[str, str]:
     return chosen
 
 
-def framework_notes(world: World) -> list[str]:
+def framework_notes(
+    members: Sequence[Member], *, horovod_server: tuple[str, int] | None = None
+) -> list[str]:
     """What ranks of this job do not get and why, in a sentence each."""
+    world = World(members, horovod_server)
     notes = []
     last = world.members[-1]
     if world.tensorflow_workers is None:
@@ -237,7 +273,7 @@ def framework_notes(world: World) -> list[str]:
             f"{MAX_VARIABLE_BYTES} bytes that a variable can hold; start TensorFlow with fewer ranks"
         )
     if jax_coordinator(world) is None:
-        notes.append("no JAX_COORDINATOR_ADDRESS: rank 0 has no second free port for JAX's service")
+        notes.append("no JAX_COORDINATOR_ADDRESS: rank 0 has no free port left for JAX's service")
     if world.horovod_server is None and len(world.members) > 1:
         notes.append(
             "no HOROVOD_GLOO_RENDEZVOUS_ADDR: there is no rendezvous server, so Horovod needs ranks that "

@@ -13,12 +13,13 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ridgeline.launch.frameworks import PORTS_A_RANK, Member, World, framework_variables
+from ridgeline.launch.frameworks import PORTS_A_RANK, framework_variables
 
 SCRIPTS = Path(__file__).parent / "frameworks"
 INSTALL = {"tensorflow": "tensorflow==2.21.0", "jax": "jax==0.10.2"}
@@ -52,33 +53,36 @@ def free_ports(num: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def local_world(num: int) -> World:
-    master_port, *ports = free_ports(1 + PORTS_A_RANK * num)
-    members = tuple(
-        Member(
-            rank=rank,
-            local_rank=rank,
-            node_rank=0,
-            host="localhost",
-            address="127.0.0.1",
-            ports=tuple(ports[PORTS_A_RANK * rank : PORTS_A_RANK * (rank + 1)]),
-        )
+@dataclass(frozen=True)
+class Rank:
+    rank: int
+    local_rank: int
+    ports: tuple[int, ...]
+    node_rank: int = 0
+    host: str = "localhost"
+    address: str = "127.0.0.1"
+    gpus: tuple[str, ...] = ()
+
+
+def local_ranks(num: int) -> list[Rank]:
+    ports = free_ports(PORTS_A_RANK * num)
+    return [
+        Rank(rank, rank, tuple(ports[PORTS_A_RANK * rank : PORTS_A_RANK * (rank + 1)]))
         for rank in range(num)
-    )
-    return World(members, "127.0.0.1", master_port)
+    ]
 
 
 def run_ranks(
     python: str, script: str, *args: str, around: dict[str, str] | None = None
 ) -> list[dict[str, object]]:
     """What each of two ranks printed."""
-    world = local_world(2)
+    members = local_ranks(2)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(around or {})}
     ranks = [
         subprocess.Popen(
             [python, str(SCRIPTS / script), *args],
-            env={**clean, **framework_variables(world, rank, clean)},
+            env={**clean, **framework_variables(members, rank, clean)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
