@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError
 from ridgeline.launch.bind import MODES, Bound, bind_rank, binding_variables, show_bindings
 from ridgeline.launch.env import (
     BINDING,
@@ -256,7 +256,7 @@ def _report(line: Line, rank: int, code: int, tail: str, account: dict[str, Any]
         line.send({"exit": told})
         # A launcher ends all ranks at once when one has failed: the others get the time to say why first.
         until = time.monotonic() + _GRACE_S
-        while code and time.monotonic() < until:
+        while code not in (0, Requeue.exit_code) and time.monotonic() < until:
             if select.select([line.socket], [], [], 0.2)[0]:
                 messages = line.read()
                 if messages is None or any("end" in message for message in messages):
@@ -297,6 +297,8 @@ def main(argv: list[str]) -> int:
     forward.append(child.process.send_signal)
     code = stand_by(child, line)
     _report(line, env.rank, code, child.tail() if code else "", _read_account(account))
+    if code == Requeue.exit_code:
+        return 0  # launchers end all ranks when one has an exit code; the hub knows better
     return code if code >= 0 else 128 - code
 
 
