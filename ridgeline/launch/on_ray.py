@@ -111,10 +111,13 @@ def start_on_ray(step: Step) -> RayTasks:
 
 def _run_host(told: str) -> tuple[int, str]:
     """In a task: the ranks of this node, until they end or the task is cancelled."""
+    # Ray sets it to the cores of the task, which are for all of its ranks.
+    environment = {name: said for name, said in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = subprocess.Popen(
         [sys.executable, "-m", "ridgeline.launch.host"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=environment,
     )
     assert process.stdin is not None
     assert process.stderr is not None
