@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,8 +37,9 @@ def _load_cluster() -> None:
 
 
 _load_cluster()
-_hosts, _packages, _slurm, _ssh = (
-    importlib.import_module(f"{_NAME}.{name}") for name in ("hosts", "packages", "slurm", "ssh")
+_hosts, _jobs, _packages, _slurm, _ssh = (
+    importlib.import_module(f"{_NAME}.{name}")
+    for name in ("hosts", "jobs", "packages", "slurm", "ssh")
 )
 
 
@@ -106,3 +108,19 @@ def open_mpi() -> str:
 def mpich() -> str:
     """The path of MPICH's mpiexec."""
     return str(_need(["mpiexec.mpich"], ["mpich"], namespaces=False)["mpiexec.mpich"])
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of four ranks on this machine alone, which every other start of them has to give."""
+    run = tmp_path_factory.mktemp("reference") / "run"
+    words = [*_jobs.TRAINING, f"train.steps={_jobs.LONGEST}", "-n", 4, "--run", run]
+    done = subprocess.run(
+        _jobs.ridgeline("train", *words),
+        env=_hosts.base_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return list(_jobs.losses(run))
