@@ -57,6 +57,8 @@ def configure(root: Path, options: argparse.Namespace, changes: dict[str, Any]) 
         "train.steps": options.steps,
         "train.lr": 1e-4,
         "train.eval_samples": 0,
+        # Else the backward pass of attention adds in whatever order it comes, and no two runs agree.
+        "train.deterministic": True,
         "device": options.device,
         "layout.precision": "fp32" if options.small else "bf16",
         **changes,

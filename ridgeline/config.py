@@ -166,7 +166,8 @@ class TrainConfig:
     target: dict[str, float] = field(default_factory=dict)
     """Stop when an evaluation reaches all of these, e.g. {accuracy: 0.97}."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels, which CUDA pays for; on the CPU they always are."""
+    """Only deterministic kernels, which CUDA pays for, and an error where it has none; on the CPU they
+    always are."""
 
 
 @dataclass(frozen=True)

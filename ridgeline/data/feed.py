@@ -64,6 +64,8 @@ def build_feed(to_device: ToDevice, device: torch.device, ahead: int = 1) -> Fee
     """How the loop gets its batches: `ahead` of them are on the device before they are wanted."""
     if device.type != "cuda":
         return lambda batches: (_Here(batch, to_device) for batch in batches)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     # One stream for the life of the run: memory is kept by stream.
     side = torch.cuda.Stream(device)
     return lambda batches: _feed(batches, to_device, device, side, ahead)

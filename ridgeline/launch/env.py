@@ -13,10 +13,20 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ridgeline.errors import UsageError
 from ridgeline.launch.detect import choose_master, detect, name_job, whole_number
 
 LAUNCHER = "RIDGELINE_LAUNCHER"
 """Holds the process id of `ridgeline train` in the ranks it starts."""
+
+HUB = "RIDGELINE_HUB"
+"""Where a rank of a job on several nodes reports to; see `hub.py`."""
+ENDS_AT, WARN_S, REQUEUE = "RIDGELINE_ENDS_AT", "RIDGELINE_WARN_S", "RIDGELINE_REQUEUE"
+"""Written into job scripts: when the time is up, how long before it the run is to end, and whether the job
+is to be put back into the queue then."""
+ARRAY = "RIDGELINE_ARRAY"
+"""Whether the job is one of an array that was asked for here."""
+LOST = "RIDGELINE_LOST_S"
 
 RANK_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """Torch keeps the last collectives of a rank, so that a hang can name the one it waits in."""
@@ -77,6 +87,45 @@ def prepare_rank() -> None:
     """What torch has to find in the environment of a rank before it is imported."""
     for name, value in RANK_VARIABLES.items():
         os.environ.setdefault(name, value)
+
+
+def hub_address(environ: Mapping[str, str] | None = None) -> str:
+    env = os.environ if environ is None else environ
+    if not env.get(HUB):
+        raise UsageError(
+            f"{HUB} is not set: `python -m ridgeline.launch.rank` is started by `ridgeline launch` and "
+            "by `ridgeline train --with`, not by hand"
+        )
+    return env[HUB]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a job script says of the time it has."""
+
+    ends_at: float | None
+    """Seconds since 1970."""
+    warn_s: float
+    requeue: bool
+    array: bool
+    lost_s: float | None
+    """Silence after which a host is given up, where that is not the usual."""
+
+
+def read_limits(environ: Mapping[str, str] | None = None) -> Limits:
+    env = os.environ if environ is None else environ
+    return Limits(
+        ends_at=whole_number(env, ENDS_AT) if env.get(ENDS_AT) else None,
+        warn_s=whole_number(env, WARN_S) if env.get(WARN_S) else 120,
+        requeue=env.get(REQUEUE, "") == "1",
+        array=env.get(ARRAY, "") == "1",
+        lost_s=whole_number(env, LOST) if env.get(LOST) else None,
+    )
+
+
+def prepare_deterministic() -> None:
+    """What cuBLAS has to find before its first product, so that two runs give the same bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def under_launcher(environ: Mapping[str, str] | None = None) -> bool:

@@ -47,8 +47,10 @@ class Job:
     """Ranks on each node."""
     cpus_per_rank: int | None = None
     gpus_per_node: int | None = None
+    gpu_type: str | None = None
+    """As the site calls it, where it has several, e.g. `h100`."""
     memory: str | None = None
-    """Of a node, in the scheduler's own words, e.g. `64G`."""
+    """Of a node, e.g. `64G`; written as the scheduler wants it."""
     time_s: int | None = None
     warn_s: int = 120
     """How long before the time limit the job is to be told."""
@@ -77,7 +79,17 @@ class Job:
 
     @property
     def output(self) -> Path:
+        """What the job printed; in an array, `job.7.out` for index 7."""
         return self.folder / OUTPUT
+
+    @property
+    def warn_before_s(self) -> int:
+        """`warn_s`, or half of a time limit that is shorter: a job is not told before it works."""
+        return self.warn_s if self.time_s is None else min(self.warn_s, self.time_s // 2)
+
+    @property
+    def shown_time(self) -> str:
+        return "" if self.time_s is None else show_time(self.time_s)
 
     @property
     def scheduler_name(self) -> str:
@@ -97,7 +109,10 @@ class Step:
     cpus_per_rank: int | None = None
     gpus_per_node: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Set for the command on top of the environment of whoever starts the step."""
+    """Set for the command on top of the environment of whoever starts the step: whoever starts it sets them
+    there too, since most launchers pass their environment on and take no variables of their own."""
+    mpi: str = "none"
+    """Which PMI Slurm is to offer to programs that call MPI, e.g. `pmix`."""
 
     @property
     def num_ranks(self) -> int:
@@ -139,11 +154,11 @@ def read_time(text: str, place: str) -> int:
         days, *parts = match.groups()
         numbers = [int(part) for part in parts if part is not None]
         if days is not None:
-            hours, minutes, rest = (numbers + [0, 0])[:3]
+            hours, minutes, rest = [*numbers, 0, 0][:3]
         elif len(numbers) == 3:
             hours, minutes, rest = numbers
         else:
-            hours, (minutes, rest) = 0, (numbers + [0])[:2]
+            hours, (minutes, rest) = 0, [*numbers, 0][:2]
         seconds = int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + rest
     if seconds <= 0:
         raise UsageError(f"{place} {text!r} is no time at all; a job needs at least a second")

@@ -1,7 +1,7 @@
 """A run that is kept alive: ranks started again after a failure, with fewer of them where a device keeps
 failing and with all of them later, and stopped in order when a scheduler asks.
 
-Each attempt is one call of `run_ranks`, so that torch's agent meets new ranks with a new store. While it
+Each attempt is one call of a starter (`start.py`), so that new ranks meet with a new store. While it
 runs, this file owns SIGTERM and SIGUSR1 of the launcher. Called by `ridgeline train`.
 """
 
@@ -19,11 +19,12 @@ from typing import Any
 
 from ridgeline.config import RunConfig
 from ridgeline.errors import Requeue, RunError, UsageError
-from ridgeline.launch.env import visible_devices
+from ridgeline.launch.env import Limits, visible_devices
+from ridgeline.launch.failures import RankError, clear_accounts
 from ridgeline.launch.fit import fit_layout
-from ridgeline.launch.local import RankError, clear_accounts, run_ranks
 from ridgeline.launch.ranks import known_ranks
 from ridgeline.launch.restart import Failed, bad_slot, count_restarts, why_give_up
+from ridgeline.launch.start import Starter
 from ridgeline.layout import Layout
 from ridgeline.rundir import CHECKPOINTS, LOGS, RunDir
 
@@ -35,16 +36,16 @@ _LOOK_S = 0.1
 class _Desk:
     """Where requests to stop arrive, and from where they go to the ranks."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, starter: Starter, limits: Limits) -> None:
         self.signal = ""
         """What the launcher itself was sent."""
         self.at_once = False
         """Whether it was sent a second one."""
         self.planned = ""
         """Why this launcher wants its ranks to stop, when nobody asked."""
-        self._log_dir = log_dir
+        self._log_dir, self._starter, self._limits = log_dir, starter, limits
         self._since = 0.0
-        self._told: set[int] = set()
+        self._told: set[tuple[str, int]] = set()
 
     @property
     def asked(self) -> bool:
@@ -71,6 +72,8 @@ class _Desk:
             while not ended.wait(_LOOK_S):
                 if deadline is not None and time.monotonic() > deadline and not self.planned:
                     self.planned = "regrow"
+                if self._time_is_up() and not self.signal:
+                    self.signal, self._since = "SIGUSR1", time.monotonic()
                 if self.signal or self.planned:
                     self._tell()
 
@@ -82,36 +85,38 @@ class _Desk:
             ended.set()
             thread.join()
 
+    def _time_is_up(self) -> bool:
+        """Where the scheduler sends no warning before the time limit, the clock does."""
+        ends_at, warn_s = self._limits.ends_at, self._limits.warn_s
+        return ends_at is not None and time.time() > ends_at - warn_s
+
     def _tell(self) -> None:
         # A rank that has not introduced itself yet would die of the signal; it is told later.
-        for process in known_ranks(self._log_dir):
-            if process.pid not in self._told:
-                self._told.add(process.pid)
-                process.send(signal.Signals[self.signal or "SIGUSR1"])
+        new = [p for p in known_ranks(self._log_dir) if (p.host, p.pid) not in self._told]
+        self._told |= {(process.host, process.pid) for process in new}
+        self._starter.send(new, self.signal or "SIGUSR1")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self.signal:
             self.signal, self._since = signal.Signals(number).name, time.monotonic()
         elif time.monotonic() - self._since > _SAME_S and not self.at_once:
             self.at_once = True
-            import psutil
-
-            for child in psutil.Process().children():
-                with suppress(psutil.Error):
-                    child.kill()
+            # Not here: a handler may run while the hub's lock is held.
+            threading.Thread(target=self._starter.kill, daemon=True).start()
 
 
-def run_job(config: RunConfig, num_ranks: int, run: RunDir, num_cores: int) -> None:
+def run_job(config: RunConfig, run: RunDir, starter: Starter, limits: Limits) -> None:
     """Train in `run` until it is done; raises `Requeue` when it was asked to stop before."""
-    job = _Job(config, num_ranks, run, num_cores)
+    job = _Job(config, run, starter, limits)
     with job.desk.open():
         while not job.attempt():
             pass
 
 
 class _Job:
-    def __init__(self, config: RunConfig, num_ranks: int, run: RunDir, num_cores: int) -> None:
-        self._config, self._run, self._num_cores = config, run, num_cores
+    def __init__(self, config: RunConfig, run: RunDir, starter: Starter, limits: Limits) -> None:
+        self._config, self._run, self._starter = config, run, starter
+        num_ranks = starter.num_ranks
         self._layout = Layout.parse_for(config.layout, num_ranks, "layout")
         self._now = self._layout
         self._good = list(range(num_ranks))
@@ -119,7 +124,7 @@ class _Job:
         self._log_dir = run.file(LOGS)
         self._history: list[Failed] = []
         self._attempt = 0
-        self.desk = _Desk(self._log_dir)
+        self.desk = _Desk(self._log_dir, starter, limits)
 
     def attempt(self) -> bool:
         """Run the ranks once; True when the run is over."""
@@ -133,11 +138,11 @@ class _Job:
         regrow_s = 0.0 if full else 60 * self._config.restart.regrow_minutes
         try:
             with self.desk.attempt(regrow_s):
-                run_ranks(
+                self._starter.run(
                     self._command(),
                     self._now.world_size,
                     self._log_dir,
-                    self._config.threads or max(1, self._num_cores // self._now.world_size),
+                    self._config.threads,
                     self._variables(),
                 )
         except UsageError as error:
@@ -159,7 +164,7 @@ class _Job:
         raise self._requeue()
 
     def _command(self) -> list[str]:
-        command = ["-m", "ridgeline.train.worker", str(self._run.path)]
+        command = ["-m", "ridgeline.train.worker", str(self._run.path.resolve())]
         return command if self._now == self._layout else [*command, f"layout={_stated(self._now)}"]
 
     def _variables(self) -> dict[str, str]:
@@ -183,7 +188,7 @@ class _Job:
             slot=slot,
             step=error.step if error.step is not None else self._last_step(began),
             checkpoint=newest_checkpoint(self._run),
-            lost=self._config.device != "cpu" and not _answers(slot),
+            lost=self._starter.here and self._config.device != "cpu" and not _answers(slot),
         )
         if error.failure.would_repeat:
             raise RunError(str(error)) from None
@@ -213,7 +218,7 @@ class _Job:
     def _without(self, slot: int | None) -> Layout | None:
         """The layout to go on with on the other devices, where that is allowed and works."""
         least = self._config.restart.min_ranks
-        if slot is None or least is None:
+        if slot is None or least is None or not self._starter.here:
             return None
         fitted = fit_layout(self._layout, self._config.train.batch, len(self._good) - 1)
         return fitted if fitted is not None and fitted.world_size >= least else None

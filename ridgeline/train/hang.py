@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ridgeline.config import WatchConfig
 from ridgeline.errors import RunError
-from ridgeline.launch.local import write_failure
+from ridgeline.launch.failures import write_failure
 from ridgeline.launch.ranks import RankProcess, known_ranks, stack_file, write_aside
 from ridgeline.parallel.mesh import JOIN_TIMEOUT
 

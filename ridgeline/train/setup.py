@@ -29,7 +29,7 @@ from ridgeline.data.source import Source, SourceInfo
 from ridgeline.data.subset import FirstSamples
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.facts import MachineFacts, ModelFacts
-from ridgeline.launch.env import RankEnv
+from ridgeline.launch.env import RankEnv, prepare_deterministic
 from ridgeline.layout import Layout
 from ridgeline.machine.describe import describe_machine
 from ridgeline.models.build import MODELS, build_model
@@ -280,7 +280,12 @@ def _prepare_process(config: RunConfig, device: torch.device) -> None:
     """Settings of the whole process: threads, determinism, kernel search."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+    if config.train.deterministic and device.type == "cuda":
+        prepare_deterministic()
+    # Asked only to warn, flash attention on CUDA keeps to its backward pass that adds in any order.
+    torch.use_deterministic_algorithms(
+        config.train.deterministic, warn_only=device.type != "cuda"
+    )
     if device.type == "cuda":
         # Batches have one shape, so the search for the fastest convolution pays after one step.
         torch.backends.cudnn.benchmark = not config.train.deterministic

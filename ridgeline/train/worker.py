@@ -59,7 +59,7 @@ def _train(run: RunDir, env: RankEnv, overrides: list[str], requests: Requests) 
     """The exit code; after a failure also the account of it."""
     from ridgeline.errors import Requeue
     from ridgeline.launch.env import under_launcher
-    from ridgeline.launch.local import write_failure
+    from ridgeline.launch.failures import write_failure
     from ridgeline.launch.ranks import leave
     from ridgeline.rundir import CONFIG, LOGS
 
@@ -82,7 +82,7 @@ def _train(run: RunDir, env: RankEnv, overrides: list[str], requests: Requests) 
 def _end_if_orphaned(log_dir: Path, env: RankEnv, requests: Requests) -> None:
     """Torch's agent tells the others to end, by SIGTERM, when a rank has died. They cannot finish the
     step without it, so that is no request to stop but the end."""
-    from ridgeline.launch.local import write_failure
+    from ridgeline.launch.failures import write_failure
     from ridgeline.launch.ranks import known_ranks
 
     here = [p for p in known_ranks(log_dir, env.attempt) if p.is_here() and p.rank != env.rank]
@@ -100,7 +100,7 @@ def _end_if_orphaned(log_dir: Path, env: RankEnv, requests: Requests) -> None:
 
 def _tell_restart(run: RunDir, env: RankEnv) -> None:
     """Under an agent that starts ranks again by itself, rank 0 writes down that it did, and why."""
-    from ridgeline.launch.local import failure_file, first_failure, read_failures
+    from ridgeline.launch.failures import failure_file, first_failure, read_failures
     from ridgeline.rundir import LOGS
 
     failures = read_failures(run.file(LOGS))

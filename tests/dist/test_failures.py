@@ -27,7 +27,8 @@ import yaml
 from ridgeline.config import load_config
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import read_rank_env
-from ridgeline.launch.local import _raise_first, write_failure
+from ridgeline.launch.failures import write_failure
+from ridgeline.launch.local import _raise_first
 from ridgeline.rundir import CONFIG, METRICS, REPORT, RunDir
 from ridgeline.train.run import run_training
 

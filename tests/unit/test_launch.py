@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
-from ridgeline.launch.local import RankFailure, failure_file, first_failure, write_failure
+from ridgeline.launch.failures import RankFailure, failure_file, first_failure, write_failure
 
 TORCHRUN = {
     "RANK": "5",

@@ -12,7 +12,7 @@ import pytest
 import ridgeline.launch.fit
 from ridgeline.errors import RunError
 from ridgeline.launch.fit import fit_layout
-from ridgeline.launch.local import RankFailure, first_failure, read_failures, write_failure
+from ridgeline.launch.failures import RankFailure, first_failure, read_failures, write_failure
 from ridgeline.launch.restart import Failed, bad_slot, why_give_up
 from ridgeline.layout import Layout
 from ridgeline.rundir import RunDir
@@ -162,7 +162,7 @@ def test_a_straggler_is_told_once(tmp_path: Path) -> None:
 
 
 def test_what_was_decided_about_a_rank_is_not_overwritten_by_it(tmp_path: Path) -> None:
-    from ridgeline.launch.local import read_failures, write_failure
+    from ridgeline.launch.failures import read_failures, write_failure
 
     write_failure(tmp_path, 1, 1.0, RuntimeError("rank 1 hangs"), "", decisive=True)
     write_failure(tmp_path, 1, 2.0, ConnectionError("lost its peer"), "")

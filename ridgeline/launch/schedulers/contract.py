@@ -6,11 +6,16 @@ nodes it was given it starts ranks by a command of its own (`srun`, `jsrun`, `mp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ridgeline.errors import UsageError
 from ridgeline.launch.job import Job, JobState, Step
+from ridgeline.launch.script import ENDS_AT
+
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,33 @@ class Scheduler:
     """The nodes this process has, when it runs in a job of this scheduler."""
     step: Callable[[Step], list[str]]
     """The command line that starts `step.command` once a rank in these nodes."""
+
+
+def number(environ: Mapping[str, str], *variables: str) -> int | None:
+    """The whole number in the first of these that is set."""
+    for variable in variables:
+        said = environ.get(variable)
+        if said:
+            if not said.isdigit():
+                raise UsageError(f"{variable}={said!r} in the environment is not a whole number")
+            return int(said)
+    return None
+
+
+def ends_at(environ: Mapping[str, str], *variables: str) -> float | None:
+    """When the time is up, from the scheduler where it says, else from what the script has left."""
+    seconds = number(environ, *variables, ENDS_AT)
+    return float(seconds) if seconds else None
+
+
+def list_hosts(step: Step) -> tuple[str, ...]:
+    """The hosts of a step, none of which a launcher could take for anything else."""
+    for host in step.hosts:
+        if not _HOST.fullmatch(host):
+            raise UsageError(f"{host!r} is no name of a host; letters, digits, - and . make one")
+    if step.hosts and len(step.hosts) != step.nodes:
+        raise UsageError(
+            f"{step.nodes} nodes are wanted and {len(step.hosts)} are named ({', '.join(step.hosts)}); "
+            "name as many"
+        )
+    return step.hosts
