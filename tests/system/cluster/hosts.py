@@ -57,7 +57,7 @@ class Hosts:
         self.names = (HEAD, *(f"{prefix}{i}" for i in range(1, num + 1)))
         """By index; 0 is the head."""
         self.num = num
-        self.environ = base_environment()
+        self.environ = {**base_environment(), "XDG_STATE_HOME": str(folder / "state-of-user")}
         """Given to every command; what a test adds here, all later ones get."""
         self._inits: dict[int, psutil.Process] = {}
         self._started: list[subprocess.Popen[str]] = []
@@ -202,18 +202,19 @@ class Hosts:
         command = [*inner, *first, self.names[index], str(self._hosts_file)]
         if index:
             command = ["nsenter", "--target", str(self._inits[0].pid), *_NEW, "--", *command]
-        process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        said = self.folder / f"{self.names[index]}.boot"
+        with said.open("w") as log:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
         self._started.append(process)
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError(
-                f"{self.names[index]} did not come up; it ended with {process.wait()}"
-            )
+            raise RuntimeError(f"{self.names[index]} did not come up: {said.read_text().strip()}")
         # unshare and nsenter each wait for one child, and the last in the line is the first process.
         last = psutil.Process(process.pid)
         while children := last.children():
