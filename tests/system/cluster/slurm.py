@@ -13,7 +13,7 @@ import re
 import stat
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,24 @@ class Slurm:
         except TimeoutError as error:
             raise AssertionError(f"{error}; it is {seen}\n{self.tail(job)}") from None
         return seen
+
+    def wait_until(
+        self, job: str, what: str, test: Callable[[], Any], timeout_s: float = 90
+    ) -> None:
+        """Wait for something that a job does; fails at once when the job is over before."""
+
+        def happened() -> bool:
+            if test():
+                return True
+            state = self.show(job)["JobState"]
+            if state in OVER and not test():
+                raise AssertionError(f"job {job} is {state} before {what}\n{self.tail(job)}")
+            return False
+
+        try:
+            wait_until(what, happened, timeout_s, 0.2)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; {self.show(job)}\n{self.tail(job)}") from None
 
     def tail(self, job: str) -> str:
         """The end of what a job has printed."""

@@ -72,7 +72,7 @@ def test_a_job_that_is_warned_saves_is_requeued_and_goes_on(
     job = train(
         cluster, run, f"train.steps={LONGEST}", "checkpoint.minutes=0", *TWO_BY_TWO, "--requeue"
     )
-    wait_until("step 20", reached(run, 20), 90)
+    cluster.wait_until(job, "step 20", reached(run, 20))
     cluster.run(["scancel", "--signal=USR1", "--batch", job], check=True)
     wait_until("the requeue", lambda: cluster.show(job).get("Restarts") == "1", 60, 0.25)
     before = len(reached_steps(run))
@@ -125,7 +125,7 @@ def test_a_node_that_loses_power_costs_the_steps_since_the_last_checkpoint(
         *TWO_BY_TWO,
         "--requeue",
     )
-    wait_until("step 30", reached(run, 30), 90)
+    cluster.wait_until(job, "step 30", reached(run, 30))
     cluster.kill("node2")
     wait_until("Slurm to give the node up", lambda: "down" in cluster.node_states()["node2"], 60)
     wait_until("the requeue", lambda: cluster.show(job).get("Restarts") == "1", 60, 0.25)
@@ -141,7 +141,7 @@ def test_ranks_outlive_the_daemon_of_their_node(
 ) -> None:
     run = tmp_path / "run"
     job = train(cluster, run, f"train.steps={LONGEST}", *TWO_BY_TWO, "--requeue")
-    wait_until("step 10", reached(run, 10), 90)
+    cluster.wait_until(job, "step 10", reached(run, 10))
     cluster.stop_daemon("node2")
     assert "node2" in cluster.hosts.matching("ridgeline.train.worker")
     time.sleep(2)
@@ -164,7 +164,9 @@ def test_cancel_leaves_no_process_on_any_node(cluster: Any, tmp_path: Path) -> N
     options = ["--scheduler", "slurm", "-N", 2, "-n", 2, "--folder", tmp_path / "job"]
     job, folder = submit(cluster, "launch", *options, "--", sys.executable, script)
     ready = [folder / "logs" / f"rank-{rank}.out" for rank in range(4)]
-    wait_until("ranks", lambda: all(p.is_file() and "here" in p.read_text() for p in ready), 60)
+    cluster.wait_until(
+        job, "every rank", lambda: all(p.is_file() and "here" in p.read_text() for p in ready)
+    )
     assert set(cluster.hosts.matching("sleep 7777")) == {"node1", "node2"}
     cluster.run(ridgeline("launch", "cancel", job), check=True)
     assert cluster.wait_for(job)["JobState"] == "CANCELLED"
@@ -220,7 +222,7 @@ def test_arguments_arrive_as_they_were_given(cluster: Any, tmp_path: Path) -> No
     script = write_script(tmp_path, SAY, "with space & 'quote'.py")
     name = "$(touch pwned) `touch pwned`\n#SBATCH --nodes=7 ☃"
     options = ["--scheduler", "slurm", "-N", 2, "-n", 2, "--name", name]
-    options += ["--folder", tmp_path / "a job's folder"]
+    options += ["--folder", tmp_path / "a job ☃"]
     job, folder = submit(
         cluster, "launch", *options, "--", sys.executable, script, *NASTY, cwd=tmp_path
     )
@@ -235,6 +237,17 @@ def test_arguments_arrive_as_they_were_given(cluster: Any, tmp_path: Path) -> No
     ]
     assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in said} == {("4", "2")}
     assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_folder_that_no_directive_can_hold_is_refused(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "it's mine\n#SBATCH --nodes=7"
+    done = cluster.run(
+        ridgeline("launch", "--scheduler", "slurm", "--folder", folder, "--", "true")
+    )
+    assert done.returncode == 2
+    assert "its mine" not in done.stderr
+    assert "the folder of the job" in done.stderr
+    assert not cluster.run(["squeue", "-h"]).stdout
 
 
 def test_the_script_is_the_one_in_the_golden_file(cluster: Any, tmp_path: Path) -> None:
@@ -306,7 +319,7 @@ def test_two_jobs_on_the_same_nodes_do_not_meet(cluster: Any, tmp_path: Path) ->
 def test_an_endless_run_is_told_by_status_and_ended_by_cancel(cluster: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = train(cluster, run, *ENDLESS, "--on", "slurm", "-N", 2, "-n", 1)
-    wait_until("step 5", reached(run, 5), 60)
+    cluster.wait_until(job, "step 5", reached(run, 5))
     status = cluster.run(ridgeline("launch", "status", job), check=True).stdout
     assert re.search(r"\brunning\b", status), status
     assert "node[1-2]" in status or ("node1" in status and "node2" in status), status
