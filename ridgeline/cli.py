@@ -10,7 +10,9 @@ import math
 import shutil
 import signal
 import sys
+import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,13 +20,17 @@ import typer
 
 from ridgeline.cli_checkpoint import checkpoint_app
 from ridgeline.cli_data import data_app
-from ridgeline.cli_launch import launch_app
+from ridgeline import cli_launch as jobs
 from ridgeline.cli_machine import machine_app
-from ridgeline.cli_shared import num_cores, require_torch
+from ridgeline.cli_shared import has_torch, num_cores, require_torch
 from ridgeline.errors import Requeue, RunError, UsageError
 
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
+    from ridgeline.launch.env import Limits
+    from ridgeline.launch.nodes import Place
+    from ridgeline.launch.request import Wanted
+    from ridgeline.launch.start import Starter
     from ridgeline.rundir import RunDir
 
 app = typer.Typer(
@@ -39,7 +45,7 @@ config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
-app.add_typer(launch_app, name="launch")
+app.add_typer(jobs.launch_app, name="launch")
 app.add_typer(machine_app, name="machine")
 
 Overrides = Annotated[
@@ -56,7 +62,12 @@ def train(
     overrides: Overrides = None,
     num_processes: Annotated[
         int | None,
-        typer.Option("-n", "--num-processes", min=1, help="Ranks; default: one a GPU, else 1."),
+        typer.Option(
+            "-n",
+            "--num-processes",
+            min=1,
+            help="Ranks, on each node with --on; default: one a GPU, else 1.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Where run directories are made.")] = Path("runs"),
     into: Annotated[
@@ -74,31 +85,170 @@ def train(
     min_ranks: Annotated[
         int | None, typer.Option(min=1, help="restart.min_ranks: go on with as few ranks as this.")
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(help="Not here: auto, slurm, lsf, pbs, flux, mpi, ssh or ray."),
+    ] = None,
+    nodes: jobs.Nodes = None,
+    bind: jobs.Bind = "auto",
+    hosts: jobs.Hosts = None,
+    ssh: jobs.Ssh = None,
+    name: jobs.Name = None,
+    limit: jobs.Time = None,
+    warn: jobs.Warn = None,
+    partition: jobs.Partition = None,
+    account: jobs.Account = None,
+    qos: jobs.Qos = None,
+    constraint: jobs.Constraint = None,
+    reservation: jobs.Reservation = None,
+    gpus: jobs.Gpus = None,
+    cpus: jobs.Cpus = None,
+    memory: jobs.Memory = None,
+    exclusive: jobs.Exclusive = False,
+    array: jobs.Array = None,
+    chain: jobs.Chain = 1,
+    after: jobs.After = None,
+    requeue: jobs.PutBack = None,
+    site: jobs.SiteName = None,
+    container: jobs.Image = None,
+    directive: jobs.Directive = None,
+    setup: jobs.Setup = None,
+    here: jobs.Here = None,
+    dry_run: jobs.DryRun = False,
 ) -> None:
-    """Train a recipe on the devices of this machine, or go on with a run that was cut off."""
-    from ridgeline.config import dump_config, find_recipe, load_config
-    from ridgeline.launch.lock import locked
-    from ridgeline.rundir import CONFIG, RunDir
-
-    if into is None and (Path(recipe) / CONFIG).is_file():
-        into, recipe = Path(recipe), str(Path(recipe) / CONFIG)
+    """Train a recipe here or under a scheduler (--on), or go on with a run that was cut off."""
+    wanted = jobs.read_wanted(
+        name=name, nodes=nodes, per_node=num_processes, limit=limit, warn_s=warn,
+        partition=partition, account=account, qos=qos, constraint=constraint,
+        reservation=reservation, gpus_per_node=gpus, cpus_per_rank=cpus, memory=memory,
+        exclusive=exclusive, array=array, chain=chain, after=after, requeue=requeue, site=site,
+        container=container, directives=directive, setup=setup,
+    )  # fmt: skip
     said = {"restart.times": restarts, "restart.min_ranks": min_ranks}
     options = [f"{key}={value}" for key, value in said.items() if value is not None]
-    config = load_config(find_recipe(recipe), [*(overrides or []), *options]).config
+    asked = _Asked(recipe, [*(overrides or []), *options], into, out, fresh)
+    if on is None:
+        on = "auto" if site is not None else None
+    if on is None or on == "local":
+        jobs.refuse_job_options(wanted, hosts, dry_run, here)
+        _train_here(asked, num_processes, bind)
+        return
+    kind, place, wanted = jobs.where_to(on, "--on", wanted, bind, hosts, ssh)
+    if jobs.queued(kind, here):
+        _submit(asked, kind, place, wanted, dry_run)
+    elif dry_run:
+        raise UsageError(
+            f"--dry-run prints the script of a job, and {kind} has none here: it starts the ranks itself"
+        )
+    else:
+        _train_spread(asked, kind, place)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What to train, before anything is made of it."""
+
+    recipe: str
+    overrides: list[str]
+    into: Path | None
+    out: Path
+    fresh: bool
+
+    def load(self) -> tuple[RunConfig, Path | None]:
+        """The configuration, and the run directory where one was named."""
+        from ridgeline.config import find_recipe, load_config
+        from ridgeline.rundir import CONFIG
+
+        into, recipe = self.into, self.recipe
+        if into is None and (Path(recipe) / CONFIG).is_file():
+            into, recipe = Path(recipe), str(Path(recipe) / CONFIG)
+        return load_config(find_recipe(recipe), self.overrides).config, into
+
+    def for_index(self, index: str) -> _Asked:
+        """One of an array: `{index}` in values is its number, and so is its run directory's name."""
+        overrides = [text.replace("{index}", index) for text in self.overrides]
+        into = None if self.into is None else self.into / index
+        return replace(self, overrides=overrides, into=into)
+
+
+def _train_here(asked: _Asked, num_processes: int | None, bind: str) -> None:
+    from ridgeline.launch.env import read_limits
+    from ridgeline.launch.start import Local
+    from ridgeline.rundir import CONFIG, RunDir
+
+    config, into = asked.load()
     known = into is not None and (into / CONFIG).is_file()
     require_torch("training")
     count = num_processes or _default_processes(config, RunDir(into) if known and into else None)
     _check_before_start(config, count)
-    run = RunDir.create(out, config.name) if into is None else RunDir.at(into)
-    if fresh:
+    _train_in(asked, config, into, Local(count, num_cores(), bind), replace(read_limits(), ends_at=None))
+
+
+def _train_spread(asked: _Asked, kind: str, place: Place) -> None:
+    """In the nodes of the job around, or on hosts that answer."""
+    from ridgeline.launch.env import read_limits
+    from ridgeline.launch.nodes import allocation_of, build_spread
+
+    limits, given = read_limits(), allocation_of(kind)
+    if limits.array and given is not None and given.array_index:
+        asked = asked.for_index(given.array_index)
+    config, into = asked.load()
+    require_torch("training")
+    spread = build_spread(kind, place)
+    _check_before_start(config, spread.num_ranks)
+    with jobs.put_back(kind):
+        _train_in(asked, config, into, spread, limits)
+
+
+def _train_in(
+    asked: _Asked, config: RunConfig, into: Path | None, starter: Starter, limits: Limits
+) -> None:
+    """The run directory, the ranks, the report."""
+    from ridgeline.config import dump_config
+    from ridgeline.launch.lock import locked
+    from ridgeline.rundir import CONFIG, RunDir
+
+    known = into is not None and (into / CONFIG).is_file()
+    run = RunDir.create(asked.out, config.name) if into is None else RunDir.at(into)
+    if asked.fresh:
         with locked(run.path):
             run.start_over()
     with locked(run.path):
-        before = run.file(CONFIG).read_text(encoding="utf-8") if known and not fresh else None
+        before = run.file(CONFIG).read_text(encoding="utf-8") if known and not asked.fresh else None
         run.write_text(CONFIG, dump_config(config))
-        _run_ranks(config, count, run, before)
+        _run_ranks(config, starter, run, before, limits)
     report = _write_report(run)
     typer.echo(f"run directory: {run.path}\nreport: {report}")
+
+
+def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: bool) -> None:
+    """A job whose script trains, with the configuration as it is now in the run directory."""
+    from ridgeline.config import dump_config
+    from ridgeline.rundir import CONFIG, RunDir
+
+    config, into = asked.load()
+    count = (place.nodes or 1) * (place.per_node or 1)
+    _check_before_start(config, count)
+    if into is not None:
+        path = into
+    elif dry_run:
+        path = asked.out / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    else:
+        path = RunDir.create(asked.out, config.name).path
+    words = ["train"]
+    if wanted.array is None:
+        words += [str(path.absolute())]
+    else:
+        words += [asked.recipe, *asked.overrides, "--run", str(path.absolute())]
+    words += ["--fresh"] if asked.fresh and wanted.array is not None else []
+    words += ["--on", kind, "--here", *jobs.place_options(place, wanted)]
+    job = jobs.job_of(wanted, words, path, wanted.name or config.name)
+    if not dry_run and wanted.array is None:
+        run = RunDir.at(path)
+        if asked.fresh:
+            run.start_over()
+        run.write_text(CONFIG, dump_config(config))
+    jobs.hand_over(job, kind, wanted.chain, dry_run)
 
 
 def _default_processes(config: RunConfig, before: RunDir | None) -> int:
@@ -133,21 +283,27 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
     require_layout(layout, "layout")
     for finding in check_available(layout):
         raise UsageError(str(finding))
+    if not has_torch():
+        return  # a login node: the rest is found out in the job
     from ridgeline.train.setup import check_batch, check_names
 
     check_batch(config, layout)
     check_names(config)
 
 
-def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, before: str | None) -> None:
+def _run_ranks(
+    config: RunConfig, starter: Starter, run: RunDir, before: str | None, limits: Limits
+) -> None:
     """Start the ranks; whatever happens, the run directory says how it ended. `before` is the
     configuration of a run that was there already."""
+    from ridgeline.launch.logs import clear_failure, note_failure
     from ridgeline.launch.survive import run_job
     from ridgeline.rundir import CONFIG
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    clear_failure(run.path)
     try:
-        run_job(config, num_processes, run, num_cores())
+        run_job(config, run, starter, limits)
     except Requeue:
         _show_cursor()
         _write_report(run)
@@ -169,6 +325,8 @@ def _run_ranks(config: RunConfig, num_processes: int, run: RunDir, before: str |
         raise
     except RunError as error:
         _add_event(run, "failed", message=str(error))
+        with suppress(OSError):
+            note_failure(run.path, error)
         _show_cursor()
         _write_report(run)
         raise RunError(f"{error}\n  run directory: {run.path}") from None

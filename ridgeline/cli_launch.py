@@ -258,6 +258,25 @@ def where_to(
     return kind, place, wanted
 
 
+def refuse_job_options(wanted: Wanted, hosts: str | None, dry_run: bool, here: bool | None) -> None:
+    """Options that mean nothing without a scheduler are not passed over in silence."""
+    from ridgeline.launch.request import Wanted
+
+    given = [
+        name
+        for name, value in vars(wanted).items()
+        if value != getattr(Wanted(), name) and name != "per_node"
+    ]
+    given += ["hosts"] if hosts else []
+    given += ["dry-run"] if dry_run else []
+    given += ["here"] if here is not None else []
+    if given:
+        option = {"time_s": "time", "warn_s": "warn", "directives": "directive"}.get(given[0], given[0])
+        raise UsageError(
+            f"--{option.replace('_', '-')} is for jobs; say where with --on, e.g. --on slurm"
+        )
+
+
 def queued(kind: str, here: bool | None) -> bool:
     """Whether this is for the queue: there is one, and this is not a job of it that was given nodes."""
     from ridgeline.launch.nodes import allocation_of

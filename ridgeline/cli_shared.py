@@ -13,6 +13,14 @@ from contextlib import contextmanager
 from ridgeline.errors import UsageError
 
 
+def has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
 def require_torch(what: str) -> None:
     """Most commands work without torch; `what` does not, and says so before it begins."""
     try:

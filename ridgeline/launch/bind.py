@@ -482,3 +482,31 @@ def show_bindings(bindings: Sequence[Binding]) -> str:
         for row in rows
     ]
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What became of one rank's place on its node, and the map of all of them."""
+
+    mine: Binding
+    node: tuple[Binding, ...]
+    applied: Applied
+
+    @property
+    def held(self) -> bool:
+        return self.applied.cores == "set" or self.applied.memory == "set"
+
+    def to_record(self) -> dict[str, Any]:
+        """For `env.json`."""
+        return {
+            "cores": self.applied.cores,
+            "memory": self.applied.memory,
+            "map": [binding.to_record() for binding in self.node],
+        }
+
+
+def bind_rank(mode: str, topology: Topology, local_rank: int, ranks: int | Sequence[View]) -> Bound:
+    """Hold this process to its share of the node; `ranks` as in `choose_bindings`."""
+    bindings = choose_bindings(topology, ranks, mode)
+    mine = bindings[local_rank]
+    return Bound(mine, tuple(bindings), apply_binding(mine))

@@ -7,6 +7,7 @@ user's own script.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -24,6 +25,8 @@ HUB = "RIDGELINE_HUB"
 ENDS_AT, WARN_S, REQUEUE = "RIDGELINE_ENDS_AT", "RIDGELINE_WARN_S", "RIDGELINE_REQUEUE"
 """Written into job scripts: when the time is up, how long before it the run is to end, and whether the job
 is to be put back into the queue then."""
+BIND, BINDING = "RIDGELINE_BIND", "RIDGELINE_BINDING"
+"""How a rank is to be held to its cores, and what became of it, for `env.json`."""
 ARRAY = "RIDGELINE_ARRAY"
 """Whether the job is one of an array that was asked for here."""
 LOST = "RIDGELINE_LOST_S"
@@ -142,6 +145,21 @@ def visible_devices(num: int, environ: Mapping[str, str] | None = None) -> list[
     return named if len(named) >= num else [str(index) for index in range(num)]
 
 
+def bind_mode(environ: Mapping[str, str] | None = None) -> str | None:
+    """How this rank is to hold itself to its cores; None where somebody else has seen to that."""
+    return (os.environ if environ is None else environ).get(BIND)
+
+
+def keep_binding(record: Mapping[str, object]) -> None:
+    """What became of it, for `env.json`."""
+    os.environ[BINDING] = json.dumps(record)
+
+
+def cuda_visible(environ: Mapping[str, str] | None = None) -> str | None:
+    """What is said of the GPUs that this process may see; None when nothing is."""
+    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+
+
 def local_storage_variables(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
     """Variables in which schedulers and sites leave a folder for a job's own files, best first. Whether
     the folder is on the node's own disk is for `data/stage/where.py` to find out."""
@@ -159,7 +177,9 @@ def recorded_environment(environ: Mapping[str, str] | None = None) -> dict[str, 
         if (name in _RECORDED or name.startswith(_RECORDED_PREFIXES))
         and not any(word in name.upper() for word in _SECRET_WORDS)
     }
+    binding = {"binding": json.loads(env[BINDING])} if env.get(BINDING) else {}
     return {
+        **binding,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": _versions("torch", "numpy", "ridgeline"),

@@ -52,6 +52,10 @@ class Member:
     """Free on its node when it was asked."""
     pid: int
     source: str
+    cpus: str
+    """Hardware threads that it may use, as ranges."""
+    gpus: tuple[str, ...]
+    """PCI addresses, in the order in which it counts its devices."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,7 @@ class Hub:
 
     def _join(self, caller: _Caller, hello: dict[str, Any]) -> None:
         address = caller.peer if not _is_loopback(caller.peer) else ""
-        member = Member(**{**hello, "address": address, "ports": tuple(hello["ports"])})
+        member = _as_member({**hello, "address": address})
         other = self.members.get(member.rank)
         if member.world_size != self.num_ranks or not 0 <= member.rank < self.num_ranks:
             self._fail(
@@ -373,8 +377,11 @@ def _as_list(member: Member) -> list[Any]:
 def read_members(lists: Iterable[Sequence[Any]]) -> list[Member]:
     """The other end of what `start` carries."""
     names = list(Member.__dataclass_fields__)
-    found = [dict(zip(names, values, strict=True)) for values in lists]
-    return [Member(**{**value, "ports": tuple(value["ports"])}) for value in found]
+    return [_as_member(dict(zip(names, values, strict=True))) for values in lists]
+
+
+def _as_member(value: dict[str, Any]) -> Member:
+    return Member(**{**value, "ports": tuple(value["ports"]), "gpus": tuple(value["gpus"])})
 
 
 def _listen() -> socket.socket:

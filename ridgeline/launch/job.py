@@ -66,6 +66,8 @@ class Job:
     constraint: str | None = None
     reservation: str | None = None
     exclusive: bool = False
+    count_nodes: bool = False
+    """LSF: ask for nodes, as machines with `jsrun` take it, and not for slots."""
     directives: tuple[str, ...] = ()
     """Further options for the scheduler, as they would stand behind `#SBATCH` and its like."""
     setup: tuple[str, ...] = ()

@@ -26,10 +26,19 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from ridgeline.errors import RunError, UsageError
-from ridgeline.launch.bind import MODES, bind_rank
-from ridgeline.launch.env import LAUNCHER, RANK_VARIABLES, RankEnv, hub_address, read_rank_env
+from ridgeline.launch.bind import MODES, Bound, bind_rank, binding_variables, show_bindings
+from ridgeline.launch.env import (
+    BINDING,
+    LAUNCHER,
+    RANK_VARIABLES,
+    RankEnv,
+    cuda_visible,
+    hub_address,
+    read_rank_env,
+)
 from ridgeline.launch.frameworks import framework_variables
 from ridgeline.launch.hub import BEAT_S, LOST_S, Member, read_members
+from ridgeline.launch.topology import Topology, View, read_ranges, read_topology, show_ranges
 
 _KNOCK_S = 5.0
 _FIND_S = 120.0
@@ -116,7 +125,7 @@ def _closing(sockets: list[socket.socket]) -> Iterator[None]:
             one.close()
 
 
-def join(env: RankEnv) -> tuple[Line, list[Member]]:
+def join(env: RankEnv, view: View) -> tuple[Line, list[Member]]:
     """Report to the hub and wait for the others."""
     line, token = find_hub(hub_address(), time.monotonic() + _FIND_S)
     hello = {
@@ -129,6 +138,8 @@ def join(env: RankEnv) -> tuple[Line, list[Member]]:
         "ports": free_ports(_NUM_PORTS),
         "pid": os.getpid(),
         "source": env.source,
+        "cpus": show_ranges(view.cpus),
+        "gpus": list(view.gpus),
     }
     line.send({"token": token, "hello": hello})
     while True:
@@ -264,17 +275,20 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda got, _: [send(got) for send in forward] and None)
     try:
         env = read_rank_env()
-        line, members = join(env)
+        topology = read_topology(visible=cuda_visible())
+        line, members = join(env, topology.view())
     except (UsageError, RunError) as error:
         return _complain(error)
     account = options.logs / f"failure-{env.rank}.json"
     try:
-        bound = bind_rank(options.bind, env.local_rank, env.local_world_size)
+        bound = _bind(options.bind, topology, members, env.rank)
         variables = {
             **RANK_VARIABLES,
-            **bound.variables,
-            **framework_variables(members, env.rank),
+            **binding_variables(bound.mine, os.environ),
+            **framework_variables(members, env.rank, os.environ),
+            BINDING: json.dumps(bound.to_record()),
         }
+        _tell_binding(bound, members[env.rank], options.logs)
         child = Child(command, options.logs, env.rank, variables)
     except (UsageError, RunError) as error:
         told = {"message": str(error), "usage": error.exit_code == 2}
@@ -286,6 +300,26 @@ def main(argv: list[str]) -> int:
     if why and env.rank == 0:
         print(f"ridgeline: ended: {why}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
+
+
+def _bind(mode: str, topology: Topology, members: list[Member], rank: int) -> Bound:
+    """The share of this rank in what the ranks of its node see."""
+    me = members[rank]
+    here = [member for member in members if member.node_rank == me.node_rank]
+    here.sort(key=lambda member: member.local_rank)
+    views = [View(tuple(read_ranges(one.cpus)), one.gpus) for one in here]
+    return bind_rank(mode, topology, here.index(me), views)
+
+
+def _tell_binding(bound: Bound, me: Member, logs: Path) -> None:
+    """The map of the node into the logs, and the first node's to whoever looks on."""
+    if me.local_rank != 0:
+        return
+    text = show_bindings(bound.node)
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / f"binding-{me.node_rank}.txt").write_text(f"{me.host}\n{text}\n", encoding="utf-8")
+    if bound.held and me.node_rank == 0:
+        print(f"ranks of {me.host}:\n{text}", file=sys.stderr, flush=True)
 
 
 def _complain(error: UsageError | RunError) -> int:

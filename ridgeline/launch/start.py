@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ridgeline.errors import RunError, UsageError
-from ridgeline.launch.env import HUB, read_limits
+from ridgeline.launch.env import BIND, HUB, read_limits
 from ridgeline.launch.failures import RankError, RankFailure, raise_first
 from ridgeline.launch.hub import LOST_S, Hub, RankExit
 from ridgeline.launch.job import Step
@@ -67,8 +67,8 @@ class Local:
 
     name, here = "local", True
 
-    def __init__(self, num_ranks: int, num_cores: int) -> None:
-        self.num_ranks, self._num_cores = num_ranks, num_cores
+    def __init__(self, num_ranks: int, num_cores: int, bind: str = "auto") -> None:
+        self.num_ranks, self._num_cores, self._bind = num_ranks, num_cores, bind
 
     def run(
         self,
@@ -80,9 +80,8 @@ class Local:
     ) -> None:
         from ridgeline.launch.local import run_ranks
 
-        run_ranks(
-            command, num_ranks, log_dir, threads or max(1, self._num_cores // num_ranks), extra
-        )
+        cores = threads or max(1, self._num_cores // num_ranks)
+        run_ranks(command, num_ranks, log_dir, cores, {**extra, BIND: self._bind})
 
     def send(self, processes: Iterable[RankProcess], name: str) -> None:
         for process in processes:

@@ -43,6 +43,7 @@ def main(argv: list[str]) -> NoReturn:
     run = RunDir.open(Path(argv[0]))
     log_dir = run.file(LOGS)
     env = read_rank_env()
+    _bind(env)
     if env.rank == 0 and env.attempt:
         _tell_restart(run, env)
     requests = Requests()
@@ -53,6 +54,22 @@ def main(argv: list[str]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _bind(env: RankEnv) -> None:
+    """To this rank's own cores, before torch counts them; in a job the rank's wrapper has done it."""
+    from ridgeline.launch.bind import bind_rank, show_bindings
+    from ridgeline.launch.env import bind_mode, cuda_visible, keep_binding
+    from ridgeline.launch.topology import read_topology
+
+    mode = bind_mode()
+    if mode is None:
+        return
+    topology = read_topology(visible=cuda_visible())
+    bound = bind_rank(mode, topology, env.local_rank, env.local_world_size)
+    keep_binding(bound.to_record())
+    if bound.held and env.rank == 0:
+        print(show_bindings(bound.node), flush=True)
 
 
 def _train(run: RunDir, env: RankEnv, overrides: list[str], requests: Requests) -> int:

@@ -185,7 +185,11 @@ def test_a_command_that_is_refused_leaves_a_run_as_it_was(
     from ridgeline import cli
     from ridgeline.config import find_recipe, load_config
     from ridgeline.launch import survive
+    from ridgeline.launch.env import read_limits
+    from ridgeline.launch.start import Local
     from ridgeline.rundir import CONFIG, RunDir
+
+    limits = read_limits({})
 
     def refuse(*_: object) -> None:
         raise UsageError("no")
@@ -195,8 +199,8 @@ def test_a_command_that_is_refused_leaves_a_run_as_it_was(
     old, new = RunDir.at(tmp_path / "old"), RunDir.at(tmp_path / "new")
     old.write_text(CONFIG, "name: changed\n")
     with pytest.raises(UsageError):
-        cli._run_ranks(config, 1, old, "name: before\n")
+        cli._run_ranks(config, Local(1, 1), old, "name: before\n", limits)
     assert old.file(CONFIG).read_text() == "name: before\n"
     with pytest.raises(UsageError):
-        cli._run_ranks(config, 1, new, None)
+        cli._run_ranks(config, Local(1, 1), new, None, limits)
     assert not new.path.exists()
