@@ -74,7 +74,8 @@ class Slurm:
     def show(self, job: str) -> dict[str, str]:
         """What `scontrol show job` says of a job."""
         said = self.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
-        return dict(re.findall(r"(\S+?)=(\S*)", said.splitlines()[0]))
+        # Values may have blanks in them, so each goes up to the next name.
+        return dict(re.findall(r"(\S+?)=(.*?)(?= [\w/:]+=|$)", said.splitlines()[0]))
 
     def wait_for(self, job: str, *states: str, timeout_s: float = 120) -> dict[str, str]:
         """Wait until the job is in one of these states, or over; what Slurm says then."""
