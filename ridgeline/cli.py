@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ridgeline import cli_launch as jobs
 from ridgeline.cli_checkpoint import checkpoint_app
 from ridgeline.cli_data import data_app
-from ridgeline import cli_launch as jobs
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_shared import has_torch, num_cores, require_torch
 from ridgeline.errors import Requeue, RunError, UsageError
@@ -181,7 +181,9 @@ def _train_here(asked: _Asked, num_processes: int | None, bind: str) -> None:
     require_torch("training")
     count = num_processes or _default_processes(config, RunDir(into) if known and into else None)
     _check_before_start(config, count)
-    _train_in(asked, config, into, Local(count, num_cores(), bind), replace(read_limits(), ends_at=None))
+    _train_in(
+        asked, config, into, Local(count, num_cores(), bind), replace(read_limits(), ends_at=None)
+    )
 
 
 def _train_spread(asked: _Asked, kind: str, place: Place) -> None:

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class _CommandsOrJob(TyperGroup):
     """`ridgeline launch -N 2 -- python x.py` without a word for it: what is no command of ours is a job."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
             args = ["start", *args]
         return super().parse_args(ctx, args)
@@ -49,7 +48,9 @@ Name = Annotated[str | None, typer.Option(help="What the scheduler calls the job
 Time = Annotated[
     str | None, typer.Option("--time", help="Limit: minutes, h:mm:ss, or 90m, 2h, 1d.")
 ]
-Warn = Annotated[int | None, typer.Option("--warn", min=0, help="Seconds before the limit to stop.")]
+Warn = Annotated[
+    int | None, typer.Option("--warn", min=0, help="Seconds before the limit to stop.")
+]
 Partition = Annotated[str | None, typer.Option("-p", "--partition", help="Or queue.")]
 Account = Annotated[str | None, typer.Option("-A", "--account", help="Or project.")]
 Qos = Annotated[str | None, typer.Option(help="Quality of service.")]
@@ -172,7 +173,9 @@ def _run_here(kind: str, place: Place, command: list[str], folder: Path | None) 
 
     limits = read_limits()
     spread = build_spread(kind, place)
-    where = folder or Path("jobs") / f"{_plain(Path(command[0]).stem)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    where = (
+        folder or Path("jobs") / f"{_plain(Path(command[0]).stem)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     given = allocation_of(kind)
     if limits.array and given is not None and given.array_index:
         where = where / given.array_index
@@ -204,13 +207,17 @@ def put_back(kind: str) -> Iterator[None]:
 
     try:
         yield
-    except Requeue:
-        given = allocation_of(kind)
-        if given is not None and read_limits().requeue:
-            typer.echo(f"job {given.job_id} goes back into the queue", err=True)
-            sys.stderr.flush()
-            # The scheduler may end this process before the next line.
-            SCHEDULERS[kind].requeue(given.job_id)
+    except Requeue as error:
+        given, scheduler = allocation_of(kind), SCHEDULERS.get(kind)
+        if given is None or scheduler is None or not read_limits().requeue:
+            raise
+        if error.signal == "SIGTERM" and not scheduler.preempted(given.job_id):
+            # Cancelled: whoever did that does not want to see the job again.
+            raise RunError(str(error)) from None
+        typer.echo(f"job {given.job_id} goes back into the queue", err=True)
+        sys.stderr.flush()
+        # The scheduler may end this process before the next line.
+        scheduler.requeue(given.job_id)
         raise
 
 
@@ -242,7 +249,7 @@ def where_to(
     from ridgeline.launch.request import choose_container, fill_from_site
 
     wanted, site = fill_from_site(wanted)
-    if said == "auto" and site is not None:
+    if said == "auto" and site is not None and site.scheduler is not None:
         said = site.scheduler
     kind = resolve_kind(said, option)
     place = Place(
@@ -271,7 +278,9 @@ def refuse_job_options(wanted: Wanted, hosts: str | None, dry_run: bool, here: b
     given += ["dry-run"] if dry_run else []
     given += ["here"] if here is not None else []
     if given:
-        option = {"time_s": "time", "warn_s": "warn", "directives": "directive"}.get(given[0], given[0])
+        option = {"time_s": "time", "warn_s": "warn", "directives": "directive"}.get(
+            given[0], given[0]
+        )
         raise UsageError(
             f"--{option.replace('_', '-')} is for jobs; say where with --on, e.g. --on slurm"
         )
@@ -388,7 +397,9 @@ def list_jobs(
     for record in list_records()[:num]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.submitted))
         size = f"{record.nodes} x {record.per_node}"
-        typer.echo(f"{record.scheduler}:{record.id:<12} {when}  {size:<8} {record.name}  {record.folder}")
+        typer.echo(
+            f"{record.scheduler}:{record.id:<12} {when}  {size:<8} {record.name}  {record.folder}"
+        )
 
 
 @launch_app.command()
@@ -410,5 +421,3 @@ def env(
         value = getattr(found, name)
         typer.echo(f"{name:<17} {value!s:<24} {said.get(name, '-')}")
     typer.echo(f"{'nodes':<17} {', '.join(found.nodes) or 'not said'}")
-
-

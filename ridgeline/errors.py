@@ -32,6 +32,11 @@ class Requeue(RunError):
 
     exit_code = 75
 
+    def __init__(self, text: str, signal: str = "") -> None:
+        super().__init__(text)
+        self.signal = signal
+        """What it was asked by; empty where it was no signal."""
+
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """The known word that looks most like `word`, or None when none looks like it at all."""

@@ -30,6 +30,8 @@ BIND, BINDING = "RIDGELINE_BIND", "RIDGELINE_BINDING"
 ARRAY = "RIDGELINE_ARRAY"
 """Whether the job is one of an array that was asked for here."""
 LOST = "RIDGELINE_LOST_S"
+TERMINAL = "RIDGELINE_TERMINAL"
+"""Whether whoever started the job looks on at a terminal: launchers give ranks one of their own making."""
 
 RANK_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """Torch keeps the last collectives of a rank, so that a hang can name the one it waits in."""
@@ -143,6 +145,10 @@ def visible_devices(num: int, environ: Mapping[str, str] | None = None) -> list[
     said = env.get("CUDA_VISIBLE_DEVICES", "")
     named = [name.strip() for name in said.split(",") if name.strip()]
     return named if len(named) >= num else [str(index) for index in range(num)]
+
+
+def on_terminal(environ: Mapping[str, str] | None = None) -> bool:
+    return (os.environ if environ is None else environ).get(TERMINAL) == "1"
 
 
 def bind_mode(environ: Mapping[str, str] | None = None) -> str | None:

@@ -40,7 +40,9 @@ def main() -> int:
             "GROUP_RANK": told["node_rank"],
         }
         environment = {**os.environ, **told["variables"], **{k: str(v) for k, v in place.items()}}
-        wrappers.append(subprocess.Popen(told["command"], env=environment, stdin=subprocess.DEVNULL))
+        wrappers.append(
+            subprocess.Popen(told["command"], env=environment, stdin=subprocess.DEVNULL)
+        )
     return _wait(wrappers, asked)
 
 

@@ -73,7 +73,9 @@ def _read_part(part: str, place: str) -> list[Host]:
     if names.startswith("-") or any(letter.isspace() for letter in names):
         raise UsageError(f"{place} has {names!r}, which is no name of a host")
     if colon and (not slots.isdigit() or int(slots) < 1):
-        raise UsageError(f"{place} has {part!r}; behind the colon stands how many ranks, e.g. node1:4")
+        raise UsageError(
+            f"{place} has {part!r}; behind the colon stands how many ranks, e.g. node1:4"
+        )
     return [Host(name, int(slots) if colon else None) for name in expand_hosts(names, place)]
 
 
@@ -81,7 +83,9 @@ def place_ranks(hosts: Sequence[Host], nodes: int | None, per_node: int | None) 
     """The hosts that are used, each with the ranks it gets."""
     used = list(hosts[: nodes or len(hosts)])
     if nodes is not None and nodes > len(hosts):
-        raise UsageError(f"-N {nodes} asks for more nodes than the {len(hosts)} hosts that were named")
+        raise UsageError(
+            f"-N {nodes} asks for more nodes than the {len(hosts)} hosts that were named"
+        )
     for host in used:
         if per_node is not None and host.slots is not None and per_node > host.slots:
             raise UsageError(

@@ -1,8 +1,8 @@
 """Where the ranks of a job report to whoever started them: one connection a rank, whatever started it.
 
 Launchers differ in what they tell of their ranks, in which signals they pass on and in when they notice
-that a node is gone. This does not depend on them: each rank's wrapper (`rank.py`) connects here, says who it
-is, waits until all have come, and is told where rank 0 is met. Later it says how its rank ended, passes
+that a node is gone. This does not depend on them: each rank's wrapper (`rank.py`) connects here, says who
+it is, waits until all have come, and is told where rank 0 is met. Later it says how its rank ended, passes
 signals on to it, and both ends notice when the other is silent for too long. Lines of JSON over TCP; who
 does not know the job's secret is not listened to. Used by `start.py`.
 

@@ -45,14 +45,18 @@ def show_logs(folder: Path, rank: int | None, lines: int) -> str:
         if not found:
             known = sorted({rank_of(path) for path in files_of_ranks(logs)})
             shown = ", ".join(map(str, known)) or "none yet"
-            raise UsageError(f"rank {rank} has written nothing to {logs} (ranks with logs: {shown})")
+            raise UsageError(
+                f"rank {rank} has written nothing to {logs} (ranks with logs: {shown})"
+            )
         parts += [f"--- {path.name}\n{tail_of(path, lines)}" for path in found]
         return "\n".join(parts)
     for path in sorted(folder.glob("job*.out")):
         parts.append(f"--- {path.name}\n{tail_of(path, lines)}")
     others = [path.name for path in files_of_ranks(logs)]
     if others:
-        parts.append(f"--- a file a rank in {logs}: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
+        parts.append(
+            f"--- a file a rank in {logs}: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}"
+        )
     return "\n".join(parts) or f"nothing was written to {folder} yet"
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.launch.containers import wrap
@@ -63,7 +64,7 @@ def allocation_of(kind: str, environ: Mapping[str, str] | None = None) -> Alloca
 def build_spread(kind: str, place: Place) -> Spread:
     """A starter for any command on these nodes."""
     prefix = wrap(place.container, [], bool(place.gpus_per_node)) if place.container else []
-    options = {
+    options: dict[str, Any] = {
         "bind": place.bind,
         "prefix": prefix,
         "cpus_per_rank": place.cpus_per_rank,
@@ -84,12 +85,12 @@ def build_spread(kind: str, place: Place) -> Spread:
         )
     nodes, per_node = place.nodes or 1, place.per_node or 1
     if kind == "ray":
-        from ridgeline.launch.ray import start_on_ray
+        from ridgeline.launch.on_ray import start_on_ray
 
         return Spread(kind, start_on_ray, nodes, per_node, **options)
     names: tuple[str, ...] = ()
     if kind == "mpi":
-        line = mpi_step
+        line: Callable[[Step], list[str]] = mpi_step
         if place.hosts:
             names = tuple(host.name for host in _hosts(kind, place))
             nodes = len(names)
@@ -109,10 +110,14 @@ def build_spread(kind: str, place: Place) -> Spread:
 def _hosts(kind: str, place: Place) -> list[Host]:
     if kind == "local":
         if (place.nodes or 1) > 1:
-            raise UsageError(f"-N {place.nodes} on this machine alone; name others with --scheduler ssh --hosts")
+            raise UsageError(
+                f"-N {place.nodes} on this machine alone; name others with --scheduler ssh --hosts"
+            )
         return [Host(socket.gethostname(), place.per_node or 1)]
     if not place.hosts:
-        raise UsageError(f"--scheduler {kind} needs --hosts, e.g. --hosts node1,node2 or a file with a host a line")
+        raise UsageError(
+            f"--scheduler {kind} needs --hosts, e.g. --hosts node1,node2 or a file with a host a line"
+        )
     return place_ranks(read_hosts(place.hosts, "--hosts"), place.nodes, place.per_node)
 
 

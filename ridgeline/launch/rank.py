@@ -1,8 +1,8 @@
 """What every rank of a job is started by: `python -m ridgeline.launch.rank --logs DIR -- COMMAND ARGS`.
 
 It finds out who it is from the launcher's variables, reports to the hub (`hub.py`), waits for the others,
-sets the variables that torch, TensorFlow, JAX and Horovod read, gives itself the cores that are its own, and
-runs the command as its child. Then it stands by: signals go on to the command, a sign of life goes to the
+sets the variables that torch, TensorFlow, JAX and Horovod read, takes the cores that are its own, and runs
+the command as its child. Then it stands by: signals go on to the command, a sign of life goes to the
 hub, and when the hub is gone or says so the command is ended. What the command wrote stays in
 `DIR/rank-R.out`; rank 0's is passed on as well. Started by the command line of a scheduler's `step`.
 """
@@ -34,6 +34,7 @@ from ridgeline.launch.env import (
     RankEnv,
     cuda_visible,
     hub_address,
+    on_terminal,
     read_rank_env,
 )
 from ridgeline.launch.frameworks import framework_variables
@@ -106,7 +107,7 @@ def find_hub(address: str, until: float) -> tuple[Line, str]:
 
 def free_ports(num: int) -> list[int]:
     """Ports that nobody has on this node now."""
-    held = []
+    held: list[socket.socket] = []
     with _closing(held):
         for _ in range(num):
             board = socket.socket()
@@ -168,7 +169,7 @@ class Child:
         options: dict[str, Any] = {"env": environment, "preexec_fn": _end_with_parent}
         shown = rank == 0
         # On a terminal the command gets it, so that its progress bars work.
-        if shown and sys.stdout.isatty():
+        if shown and on_terminal() and sys.stdout.isatty():
             self.process = _spawn(command, options)
             return
         with self.log.open("ab") as file:
@@ -222,9 +223,8 @@ def _copy(pipe: IO[bytes], out: int, kept: IO[bytes]) -> None:
                 write(piece)
 
 
-def stand_by(child: Child, line: Line) -> tuple[int, str]:
-    """Until the command has ended: its exit code (negative: a signal's), and why it was ended, where that
-    was somebody else's wish."""
+def stand_by(child: Child, line: Line) -> int:
+    """Until the command has ended: its exit code (negative: a signal's)."""
     process, why, kill_at = child.process, "", 0.0
     last_beat = time.monotonic()
     alive: list[Any] = [line.socket]
@@ -247,7 +247,7 @@ def stand_by(child: Child, line: Line) -> tuple[int, str]:
             last_beat = now
             with suppress(OSError):
                 line.send({"beat": 1})
-    return process.returncode, why
+    return process.returncode
 
 
 def _report(line: Line, rank: int, code: int, tail: str, account: dict[str, Any] | None) -> None:
@@ -293,12 +293,10 @@ def main(argv: list[str]) -> int:
     except (UsageError, RunError) as error:
         told = {"message": str(error), "usage": error.exit_code == 2}
         _report(line, env.rank, error.exit_code, "", told)
-        return _complain(error)
+        return error.exit_code
     forward.append(child.process.send_signal)
-    code, why = stand_by(child, line)
+    code = stand_by(child, line)
     _report(line, env.rank, code, child.tail() if code else "", _read_account(account))
-    if why and env.rank == 0:
-        print(f"ridgeline: ended: {why}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
 
 

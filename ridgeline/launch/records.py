@@ -1,8 +1,8 @@
 """Jobs that were given to a scheduler: what is remembered of them, so that an id is enough later.
 
 The record is `job.json` in the job's folder; where that folder is stands in the user's state folder, in a
-file named after the scheduler and the id. Written by `request.py`, read by `ridgeline launch status`, `logs`
-and `cancel`.
+file named after the scheduler and the id. Written by `request.py`, read by `ridgeline launch status`,
+`logs` and `cancel`.
 """
 
 from __future__ import annotations
@@ -90,8 +90,16 @@ def _read(path: Path) -> JobRecord:
         raise UsageError(f"{path} is no record of a job: {error}") from error
 
 
-def new_record(job_id: str, scheduler: str, name: str, folder: Path, nodes: int, per_node: int,
-               array: str | None, after: tuple[str, ...]) -> JobRecord:
+def new_record(
+    job_id: str,
+    scheduler: str,
+    name: str,
+    folder: Path,
+    nodes: int,
+    per_node: int,
+    array: str | None,
+    after: tuple[str, ...],
+) -> JobRecord:
     return JobRecord(
         job_id, scheduler, name, str(folder.absolute()), nodes, per_node, time.time(), array, after
     )

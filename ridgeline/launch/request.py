@@ -1,4 +1,4 @@
-"""A job from what was asked: options, the site's profile, the scheduler's script, and its place in the queue.
+"""A job from what was asked: options, the site's profile, the scheduler's script, its place in the queue.
 
 `Wanted` is what was said, with None where nothing was; the site fills in the rest; what nobody said is the
 scheduler's own default. Called by `ridgeline launch` and `ridgeline train --on`.
@@ -7,7 +7,7 @@ scheduler's own default. Called by `ridgeline launch` and `ridgeline train --on`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from ridgeline.errors import UsageError
@@ -36,6 +36,8 @@ class Wanted:
     reservation: str | None = None
     gpus_per_node: int | None = None
     cpus_per_rank: int | None = None
+    gpu_type: str | None = None
+    count_nodes: bool = False
     memory: str | None = None
     exclusive: bool = False
     array: str | None = None
@@ -56,7 +58,11 @@ def fill_from_site(wanted: Wanted) -> tuple[Wanted, Site | None]:
     if wanted.site is None:
         return wanted, None
     site = load_site(wanted.site)
-    return site.fill(wanted), site
+    names = {one.name for one in fields(Job)} & {one.name for one in fields(Wanted)}
+    said = {name: getattr(wanted, name) for name in names}
+    # What is off by default and was not asked for is not said.
+    filled = site.fill({name: value for name, value in said.items() if value is not False})
+    return replace(wanted, **{name: filled[name] for name in filled if name in names}), site
 
 
 def choose_container(image: str | None, site: Site | None) -> Container | None:
@@ -77,6 +83,8 @@ def make_job(wanted: Wanted, body: Sequence[str], folder: Path, workdir: Path, n
         per_node=wanted.per_node or 1,
         cpus_per_rank=wanted.cpus_per_rank,
         gpus_per_node=wanted.gpus_per_node,
+        gpu_type=wanted.gpu_type,
+        count_nodes=wanted.count_nodes,
         memory=wanted.memory,
         time_s=wanted.time_s,
         requeue=requeue,

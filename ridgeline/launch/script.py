@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +23,13 @@ ENDS_AT = "RIDGELINE_ENDS_AT"
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _REFUSED = re.compile(r"[\x00-\x1f\x7f'\"\\`$#\u0085\u2028\u2029]")
-_PLAIN = re.compile(r"[A-Za-z0-9._/:,=@%+-]+")
+_PLAIN = re.compile(r"[A-Za-z0-9._/:,=@%^+-]+")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _JOB_ID = re.compile(r"[^\W_][\w.@\[\]-]*")
-_MEMORY = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_ARRAY_PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
-_SENTINELS = re.compile(r"\s*#\s*(SBATCH|BSUB|PBS|flux:)", re.IGNORECASE)
+_MEMORY = re.compile(r"([0-9]+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_ARRAY_PART = re.compile(r"([0-9]+)(?:-([0-9]+)(?::([0-9]+))?)?")
+_LIMIT = re.compile(r"[1-9][0-9]*")
+_SENTINELS = re.compile(r"\s*#\s*(SBATCH|BSUB|PBS)\b|[^\w]*(flux|FLUX):")
 
 
 def quote(word: str) -> str:
@@ -56,13 +57,18 @@ def join(words: Iterable[str]) -> str:
 
 def value(text: str, place: str) -> str:
     """`text` as it can stand in a directive, in double quotes where it needs them, or a `UsageError`."""
+    return text if _PLAIN.fullmatch(checked(text, place)) else f'"{text}"'
+
+
+def checked(text: str, place: str) -> str:
+    """`text` where it can stand between double quotes in a directive, else a `UsageError`."""
     bad = _REFUSED.search(text)
     if bad or not text.strip() or text.startswith("-"):
         what = f"holds {bad.group()!r}" if bad else "starts with -" if text.strip() else "is empty"
         raise UsageError(
             f"{place} {text!r} {what}, which a line for the scheduler cannot hold; choose another"
         )
-    return text if _PLAIN.fullmatch(text) else f'"{text}"'
+    return text
 
 
 def further(job: Job, sentinel: str) -> list[str]:
@@ -99,7 +105,7 @@ def read_array(text: str, place: str = "--array") -> Array:
     """
     indices, percent, limit = text.partition("%")
     matches = [_ARRAY_PART.fullmatch(part) for part in indices.split(",")]
-    if None in matches or (percent and not (limit.isdigit() and int(limit))):
+    if None in matches or (percent and not _LIMIT.fullmatch(limit)):
         raise UsageError(
             f"{place} {text!r} is no list of indices; write 0-9, 1,3,5 or 0-9%2 for two at once"
         )
@@ -134,6 +140,15 @@ def job_ids(ids: Iterable[str], place: str = "--after") -> tuple[str, ...]:
     return tuple(ids)
 
 
+def refuse(job: Job, scheduler: str, instead: Mapping[str, str]) -> None:
+    """Raises for what a scheduler has no word for; `instead` says what to do, by field of the job."""
+    for name, remedy in instead.items():
+        if getattr(job, name):
+            raise UsageError(
+                f"{scheduler} has no word for {name.replace('_', ' ')} {getattr(job, name)!r}; {remedy}"
+            )
+
+
 def check_sizes(job: Job) -> None:
     """Raises when the job asks for nothing, or for less."""
     wanted = {"--nodes": job.nodes, "--per-node": job.per_node}
@@ -153,13 +168,13 @@ def check_sizes(job: Job) -> None:
 
 
 def render_script(
-    job: Job, sentinel: str, directives: Iterable[str], shell: str = "/bin/bash"
+    job: Job, sentinel: str, directives: Iterable[str], first: Iterable[str] = ()
 ) -> str:
-    """The whole script. `directives` are checked by whoever made them."""
+    """The whole script. `directives` and the lines to run `first` are checked by whoever made them."""
     check_sizes(job)
-    lines = [f"#!{shell}"]
+    lines = ["#!/bin/bash"]
     lines += [f"{sentinel} {line}" for line in [*directives, *further(job, sentinel)]]
-    lines += ["", *_body(job)]
+    lines += ["", *first, *_body(job)]
     return "\n".join(lines) + "\n"
 
 
@@ -173,7 +188,7 @@ def _body(job: Job) -> list[str]:
     # of modules and conda read variables that are not set.
     lines.append("set -e")
     for text in job.setup:
-        if _SENTINELS.match(text):
+        if any(_SENTINELS.match(line) for line in text.splitlines()):
             raise UsageError(
                 f"the set-up line {text!r} is a directive, which no scheduler reads there; give it as one"
             )

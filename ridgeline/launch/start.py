@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ridgeline.errors import RunError, UsageError
-from ridgeline.launch.env import BIND, HUB, read_limits
+from ridgeline.launch.env import BIND, HUB, TERMINAL, read_limits
 from ridgeline.launch.failures import RankError, RankFailure, raise_first
 from ridgeline.launch.hub import LOST_S, Hub, RankExit
 from ridgeline.launch.job import Step
@@ -186,7 +186,7 @@ class Spread:
         # Hosts may take more ranks or fewer each.
         self.num_ranks = nodes * per_node if num_ranks is None else num_ranks
         self._start, self._hosts, self._bind, self._prefix = start, tuple(hosts), bind, list(prefix)
-        self._sizes = {"cpus_per_rank": cpus_per_rank, "gpus_per_node": gpus_per_node}
+        self._sizes = (cpus_per_rank, gpus_per_node)
         self._hub: Hub | None = None
         self._running: Running | None = None
 
@@ -216,12 +216,11 @@ class Spread:
         hub = self._hub = Hub(num_ranks, self._hosts, read_limits().lost_s or LOST_S)
         wrapper = [sys.executable, "-m", "ridgeline.launch.rank", "--logs", str(log_dir.resolve())]
         whole = [*wrapper, "--bind", self._bind, "--", *self._prefix, *command]
-        variables = {**extra, HUB: hub.address}
+        terminal = "1" if sys.stdout.isatty() else "0"
+        variables = {**extra, HUB: hub.address, TERMINAL: terminal}
         if threads is not None:
             variables["OMP_NUM_THREADS"] = str(threads)
-        step = Step(
-            tuple(whole), self.nodes, self.per_node, self._hosts, variables=variables, **self._sizes
-        )
+        step = Step(tuple(whole), self.nodes, self.per_node, self._hosts, *self._sizes, variables)
         try:
             running = self._running = self._start(step)
             try:

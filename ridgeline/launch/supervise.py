@@ -21,7 +21,9 @@ from ridgeline.launch.failures import RankError, clear_accounts
 from ridgeline.launch.start import Spread
 
 
-def supervise(spread: Spread, command: list[str], num_ranks: int, logs: Path, limits: Limits) -> None:
+def supervise(
+    spread: Spread, command: list[str], num_ranks: int, logs: Path, limits: Limits
+) -> None:
     """Until every rank has ended; raises the first failure, or `Requeue` after a request to stop."""
     logs.mkdir(parents=True, exist_ok=True)
     clear_accounts(logs)
@@ -33,7 +35,7 @@ def supervise(spread: Spread, command: list[str], num_ranks: int, logs: Path, li
             if not asked or error.failure.decisive:
                 raise RunError(str(error)) from None
     if asked:
-        raise Requeue(f"stopped by {asked[0]}; its ranks were told and have ended")
+        raise Requeue(f"stopped by {asked[0]}; its ranks were told and have ended", asked[0])
 
 
 @contextmanager

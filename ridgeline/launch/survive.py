@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -177,7 +177,8 @@ class _Job:
     def _requeue(self) -> Requeue:
         return Requeue(
             f"stopped by {self.desk.signal or 'a signal to its ranks'}; what was saved is in "
-            f"{self._run.path}, and `ridgeline train {self._run.path}` goes on from there"
+            f"{self._run.path}, and `ridgeline train {self._run.path}` goes on from there",
+            self.desk.signal,
         )
 
     def _after_failure(self, error: RankError, began: float) -> None:

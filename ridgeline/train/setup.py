@@ -283,9 +283,7 @@ def _prepare_process(config: RunConfig, device: torch.device) -> None:
     if config.train.deterministic and device.type == "cuda":
         prepare_deterministic()
     # Asked only to warn, flash attention on CUDA keeps to its backward pass that adds in any order.
-    torch.use_deterministic_algorithms(
-        config.train.deterministic, warn_only=device.type != "cuda"
-    )
+    torch.use_deterministic_algorithms(config.train.deterministic, warn_only=device.type != "cuda")
     if device.type == "cuda":
         # Batches have one shape, so the search for the fastest convolution pays after one step.
         torch.backends.cudnn.benchmark = not config.train.deterministic

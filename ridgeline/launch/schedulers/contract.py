@@ -7,7 +7,8 @@ nodes it was given it starts ranks by a command of its own (`srun`, `jsrun`, `mp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ridgeline.errors import UsageError
 from ridgeline.launch.job import Job, JobState, Step
 from ridgeline.launch.script import ENDS_AT
 
+_IN_ORDER = ("running", "waiting", "unknown", "failed", "timeout", "cancelled", "done")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -47,12 +49,15 @@ class Scheduler:
     status: Callable[[str], JobState]
     cancel: Callable[[str], None]
     requeue: Callable[[str], bool]
-    """Ask for the job to be started again once it has ended; False where the exit code `REQUEUE_EXIT` does
-    that by itself."""
+    """Ask for the job to be started again. True: it will be, and where a job asks for itself it is ended by
+    that. False: ending with the code of `errors.Requeue` does it. A `RunError` where the scheduler does
+    neither: submit the script again."""
     inside: Callable[[Mapping[str, str]], Allocation | None]
     """The nodes this process has, when it runs in a job of this scheduler."""
     step: Callable[[Step], list[str]]
     """The command line that starts `step.command` once a rank in these nodes."""
+    preempted: Callable[[str], bool] = lambda job_id: False
+    """Whether a job that gets SIGTERM has to make room for another, and was not cancelled."""
 
 
 def number(environ: Mapping[str, str], *variables: str) -> int | None:
@@ -60,7 +65,7 @@ def number(environ: Mapping[str, str], *variables: str) -> int | None:
     for variable in variables:
         said = environ.get(variable)
         if said:
-            if not said.isdigit():
+            if not re.fullmatch("[0-9]+", said):
                 raise UsageError(f"{variable}={said!r} in the environment is not a whole number")
             return int(said)
     return None
@@ -83,3 +88,17 @@ def list_hosts(step: Step) -> tuple[str, ...]:
             "name as many"
         )
     return step.hosts
+
+
+def gather(states: Iterable[JobState]) -> JobState:
+    """One state for the tasks of an array: it runs while one runs, and has failed when one has."""
+    every = list(states)
+    if len(every) == 1:
+        return every[0]
+    worst = min(every, key=lambda one: _IN_ORDER.index(one.state))
+    counts = Counter(one.said for one in every)
+    said = ", ".join(f"{word} x{num}" for word, num in counts.items())
+    nodes = ",".join(
+        dict.fromkeys(one.nodes for one in every if one.nodes and one.state == worst.state)
+    )
+    return JobState(worst.state, said, nodes, worst.exit_code, worst.reason)

@@ -8,14 +8,20 @@ the ranks by the environment of `srun`, which passes on all of it.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ridgeline.errors import UsageError
 from ridgeline.launch.hostlist import expand_hosts
 from ridgeline.launch.job import Job, JobState, Step
-from ridgeline.launch.schedulers.contract import Allocation, Scheduler, ends_at, list_hosts, number
+from ridgeline.launch.schedulers.contract import (
+    Allocation,
+    Scheduler,
+    ends_at,
+    gather,
+    list_hosts,
+    number,
+)
 from ridgeline.launch.schedulers.program import ask, demand
 from ridgeline.launch.script import job_ids, read_array, read_memory, render_script, value
 
@@ -51,7 +57,6 @@ STATES = {
 """Slurm's words for where a job stands."""
 
 _NO_REASON = ("", "None", "(null)", "N/A")
-_IN_ORDER = ("running", "waiting", "unknown", "failed", "timeout", "cancelled", "done")
 
 
 def render(job: Job) -> str:
@@ -169,20 +174,6 @@ def _state(said: str, reason: str = "", nodes: str = "", exit_code: str = "") ->
     )
 
 
-def gather(states: Iterable[JobState]) -> JobState:
-    """One state for the tasks of an array: it runs while one runs, and has failed when one has."""
-    every = list(states)
-    if len(every) == 1:
-        return every[0]
-    worst = min(every, key=lambda one: _IN_ORDER.index(one.state))
-    counts = Counter(one.said for one in every)
-    said = ", ".join(f"{word} x{num}" for word, num in counts.items())
-    nodes = ",".join(
-        dict.fromkeys(one.nodes for one in every if one.nodes and one.state == worst.state)
-    )
-    return JobState(worst.state, said, nodes, worst.exit_code, worst.reason)
-
-
 def cancel(job_id: str) -> None:
     demand(["scancel", *job_ids([job_id], "job")])
 
@@ -191,6 +182,12 @@ def requeue(job_id: str) -> bool:
     """A job that asks for itself is ended by this, so that it is the last thing to do."""
     demand(["scontrol", "requeue", *job_ids([job_id], "job")])
     return True
+
+
+def preempted(job_id: str) -> bool:
+    """A job that was cancelled, or whose time is over, is no longer said to run when it gets its SIGTERM;
+    one that has some seconds left to make room for another is."""
+    return status(job_id).said == "RUNNING"
 
 
 def inside(environ: Mapping[str, str]) -> Allocation | None:
@@ -249,5 +246,14 @@ def step(step: Step) -> list[str]:
 
 
 SLURM = Scheduler(
-    "slurm", ("sbatch", "srun", "squeue"), render, submit, status, cancel, requeue, inside, step
+    "slurm",
+    ("sbatch", "srun", "squeue"),
+    render,
+    submit,
+    status,
+    cancel,
+    requeue,
+    inside,
+    step,
+    preempted,
 )

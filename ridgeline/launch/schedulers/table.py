@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.launch.schedulers.contract import Scheduler
+from ridgeline.launch.schedulers.flux import FLUX
+from ridgeline.launch.schedulers.lsf import LSF
+from ridgeline.launch.schedulers.pbs import PBS
 from ridgeline.launch.schedulers.slurm import SLURM
 
-SCHEDULERS: dict[str, Scheduler] = {one.name: one for one in (SLURM,)}
+SCHEDULERS: dict[str, Scheduler] = {one.name: one for one in (SLURM, LSF, PBS, FLUX)}
 
 LOCAL = "local"
 """What `detect_scheduler` answers where there is no scheduler."""
