@@ -66,11 +66,12 @@ class RankEnv:
     """For each of these, the variable it was read from."""
 
 
-def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
-    """What the launcher that started this process says of it, or a job of one process."""
+def read_rank_env(environ: Mapping[str, str] | None = None, needs_master: bool = True) -> RankEnv:
+    """What the launcher that started this process says of it, or a job of one process. Ranks that a hub
+    brings together are told there where rank 0 is met, so that it need not be known before."""
     env = os.environ if environ is None else environ
     found = detect(env)
-    address, port, said = choose_master(found, env)
+    address, port, said = choose_master(found, env) if needs_master else ("", 0, {})
     attempts = "TORCHELASTIC_RESTART_COUNT"
     return RankEnv(
         rank=found.rank,

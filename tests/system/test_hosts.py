@@ -64,7 +64,8 @@ def test_a_host_that_is_cut_off_is_named_and_ends_the_job(
     words = [*TRAINING, *ENDLESS, *over_ssh(ssh_config, on="--on"), "--run", run, "-n", 1]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         job = world.popen(0, ridgeline("train", *words), stdout=out, stderr=err)
-    wait_until("step 5", reached(run, 5), 120)
+    wait_until("step 5, or the end", lambda: reached(run, 5)() or job.poll() is not None, 120)
+    assert job.poll() is None, (tmp_path / "err").read_text()
     world.cut(3)
     began = time.monotonic()
     code = job.wait(120)
@@ -105,10 +106,12 @@ def test_a_command_that_is_interrupted_leaves_nothing_behind(
     world: Any, ssh_config: Path, tmp_path: Path
 ) -> None:
     options = [*over_ssh(ssh_config, "host1,host2"), "--folder", tmp_path / "job"]
-    job = world.popen(0, ridgeline("launch", *options, "--", "sleep", "999"))
-    wait_until("ranks", lambda: set(world.matching("sleep 999")) >= {"host1", "host2"}, 60)
+    script = write_script(tmp_path, "import time\nprint('here', flush=True)\ntime.sleep(999)\n")
+    job = world.popen(0, ridgeline("launch", *options, "--", sys.executable, script))
+    logs = [tmp_path / "job" / "logs" / f"rank-{rank}.out" for rank in range(2)]
+    wait_until("ranks", lambda: all(p.is_file() and "here" in p.read_text() for p in logs), 60)
     inner = [p for p in world.processes(0) if "ridgeline.cli" in p.cmdline()]
     assert inner
     inner[0].kill()  # no last words
     job.wait(20)
-    gone(world, ["sleep 999", "ridgeline.launch"], 60)
+    gone(world, [str(script), "ridgeline.launch"], 60)
