@@ -8,7 +8,7 @@ TORCH_FREE := ridgeline/errors.py ridgeline/named.py ridgeline/composition.py ri
 	$(addprefix ridgeline/data/,dataset.py pack.py work.py formats stage) \
 	$(addprefix ridgeline/checkpoint/,boxes.py damage.py describe.py find.py manifest.py retain.py text.py)
 
-.PHONY: setup demo test check bench parity chaos clean
+.PHONY: setup demo test check bench parity chaos system clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ parity: setup
 # Fifty runs that are killed, hung, starved and lied to.
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py --rounds 50
+
+# On a real Slurm, under Open MPI and MPICH, and over ssh, all on this machine: takes root and Debian's packages.
+system: setup
+	RIDGELINE_INSTALL=1 $(BIN)/python -m pytest tests/system
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py

@@ -29,6 +29,8 @@ BIND, BINDING = "RIDGELINE_BIND", "RIDGELINE_BINDING"
 """How a rank is to be held to its cores, and what became of it, for `env.json`."""
 ARRAY = "RIDGELINE_ARRAY"
 """Whether the job is one of an array that was asked for here."""
+ARRAY_INDEX = "RIDGELINE_ARRAY_INDEX"
+"""Which of the array it is, for its ranks, whatever the scheduler calls it."""
 LOST = "RIDGELINE_LOST_S"
 TERMINAL = "RIDGELINE_TERMINAL"
 """Whether whoever started the job looks on at a terminal: launchers give ranks one of their own making."""
@@ -66,11 +68,12 @@ class RankEnv:
     """For each of these, the variable it was read from."""
 
 
-def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
-    """What the launcher that started this process says of it, or a job of one process."""
+def read_rank_env(environ: Mapping[str, str] | None = None, needs_master: bool = True) -> RankEnv:
+    """What the launcher that started this process says of it, or a job of one process. Ranks that a hub
+    brings together are told there where rank 0 is met, so that it need not be known before."""
     env = os.environ if environ is None else environ
     found = detect(env)
-    address, port, said = choose_master(found, env)
+    address, port, said = choose_master(found, env) if needs_master else ("", 0, {})
     attempts = "TORCHELASTIC_RESTART_COUNT"
     return RankEnv(
         rank=found.rank,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.launch.containers import wrap
+from ridgeline.launch.env import ARRAY_INDEX
 from ridgeline.launch.hosts import SSH, Host, place_ranks, read_hosts, start_on
 from ridgeline.launch.job import Container, Step
 from ridgeline.launch.schedulers.contract import Allocation
@@ -89,6 +90,7 @@ def build_spread(kind: str, place: Place) -> Spread:
 
         return Spread(kind, start_on_ray, nodes, per_node, **options)
     names: tuple[str, ...] = ()
+    index: dict[str, str] = {}
     if kind == "mpi":
         line: Callable[[Step], list[str]] = mpi_step
         if place.hosts:
@@ -100,8 +102,10 @@ def build_spread(kind: str, place: Place) -> Spread:
         if given is not None:
             _check_room(kind, given, place)
             nodes = place.nodes or given.num_nodes
+            index = {ARRAY_INDEX: given.array_index} if given.array_index else {}
 
     def start(step: Step) -> LauncherProcess:
+        step = replace(step, variables={**index, **step.variables})
         return LauncherProcess(line(step), step.variables)
 
     return Spread(kind, start, nodes, per_node, names, **options)

@@ -277,7 +277,7 @@ def main(argv: list[str]) -> int:
     for number in _FORWARDED:
         signal.signal(number, lambda got, _: [send(got) for send in forward] and None)
     try:
-        env = read_rank_env()
+        env = read_rank_env(needs_master=False)
         topology = read_topology(visible=cuda_visible())
         line, members = join(env, topology.view())
     except (UsageError, RunError) as error:

@@ -259,3 +259,10 @@ def test_the_command_names_the_variables() -> None:
         [*command, "--json"], env={**kept, **SRUN}, capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["said"]["local_world_size"] == "SLURM_STEP_TASKS_PER_NODE"
+
+
+def test_ranks_that_a_hub_brings_together_need_no_master() -> None:
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with pytest.raises(UsageError, match="set MASTER_ADDR"):
+        read_rank_env(variables)
+    assert read_rank_env(variables, needs_master=False).rank == 3
