@@ -120,38 +120,70 @@ def _torchrun(env: Env) -> Found | None:
     return read.found(rank, world, local, local_world, node)
 
 
-def _jsrun(env: Env) -> Found | None:
-    if "JSM_NAMESPACE_RANK" not in env:
-        return None
-    read = _Reading(env, "jsrun")
-    rank = read.number("rank", "JSM_NAMESPACE_RANK")
-    world = read.number("world_size", "JSM_NAMESPACE_SIZE")
-    local = read.number("local_rank", "JSM_NAMESPACE_LOCAL_RANK")
-    local_world = read.number("local_world_size", "JSM_NAMESPACE_LOCAL_SIZE")
-    return read.found(rank, world, local, local_world, rank // max(local_world, 1), _lsf_nodes(env))
+@dataclass(frozen=True)
+class _Names:
+    """The variables of a launcher that says it plainly, each the first of these that is set."""
+
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    node_rank: tuple[str, ...] = ()
+    """Else ranks are taken to fill one node after the other."""
+    alone: bool = False
+    """Whether older versions leave out what stands for the node, and all ranks are on one then."""
 
 
-def _open_mpi(env: Env) -> Found | None:
-    if "OMPI_COMM_WORLD_RANK" not in env:
-        return None
-    read = _Reading(env, "Open MPI")
-    rank = read.number("rank", "OMPI_COMM_WORLD_RANK")
-    world = read.number("world_size", "OMPI_COMM_WORLD_SIZE")
-    local = read.number("local_rank", "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_world = read.number("local_world_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return read.found(rank, world, local, local_world, rank // max(local_world, 1), _nodes(env))
+_PLAIN = {
+    "jsrun": _Names(
+        ("JSM_NAMESPACE_RANK",),
+        ("JSM_NAMESPACE_SIZE",),
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+    ),
+    "Open MPI": _Names(
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "Cray PALS": _Names(
+        ("PALS_RANKID",),
+        ("PMI_SIZE", "PALS_NRANKS"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+        ("PALS_NODEID",),
+    ),
+    "MPICH": _Names(
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        alone=True,
+    ),
+}
 
 
-def _pals(env: Env) -> Found | None:
-    if "PALS_RANKID" not in env:
-        return None
-    read = _Reading(env, "Cray PALS")
-    rank = read.number("rank", "PALS_RANKID")
-    world = read.number("world_size", "PMI_SIZE", "PALS_NRANKS")
-    local = read.number("local_rank", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")
-    local_world = read.number("local_world_size", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")
-    node = read.number("node_rank", "PALS_NODEID", default=rank // max(local_world, 1))
-    return read.found(rank, world, local, local_world, node, _nodes(env))
+def _plain(launcher: str) -> Callable[[Env], Found | None]:
+    names = _PLAIN[launcher]
+
+    def reader(env: Env) -> Found | None:
+        if names.rank[0] not in env or (names.alone and names.world_size[0] not in env):
+            return None
+        read = _Reading(env, launcher)
+        rank = read.number("rank", *names.rank)
+        world = read.number("world_size", *names.world_size)
+        local = read.number("local_rank", *names.local_rank, default=rank if names.alone else None)
+        local_world = read.number(
+            "local_world_size", *names.local_world_size, default=world if names.alone else None
+        )
+        node = rank // max(local_world, 1)
+        if names.node_rank:
+            node = read.number("node_rank", *names.node_rank, default=node)
+        nodes = _lsf_nodes(env) if launcher == "jsrun" else _nodes(env)
+        return read.found(rank, world, local, local_world, node, nodes)
+
+    return reader
 
 
 def _flux(env: Env) -> Found | None:
@@ -166,19 +198,6 @@ def _flux(env: Env) -> Found | None:
     least, more = divmod(world, num_nodes)
     node = rank // (least + 1) if rank < more * (least + 1) else (rank - more) // max(least, 1)
     return read.found(rank, world, local, least + (node < more), node, _nodes(env))
-
-
-def _mpich(env: Env) -> Found | None:
-    if "PMI_RANK" not in env or "PMI_SIZE" not in env:
-        return None
-    read = _Reading(env, "MPICH")
-    rank = read.number("rank", "PMI_RANK")
-    world = read.number("world_size", "PMI_SIZE")
-    local = read.number("local_rank", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", default=rank)
-    local_world = read.number(
-        "local_world_size", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", default=world
-    )
-    return read.found(rank, world, local, local_world, rank // max(local_world, 1), _nodes(env))
 
 
 def _slurm(env: Env) -> Found | None:
@@ -219,11 +238,11 @@ def _pmix(env: Env) -> Found | None:
 
 READERS: dict[str, Callable[[Env], Found | None]] = {
     "torchrun": _torchrun,
-    "jsrun": _jsrun,
-    "Open MPI": _open_mpi,
-    "Cray PALS": _pals,
+    "jsrun": _plain("jsrun"),
+    "Open MPI": _plain("Open MPI"),
+    "Cray PALS": _plain("Cray PALS"),
     "Flux": _flux,
-    "MPICH": _mpich,
+    "MPICH": _plain("MPICH"),
     "Slurm": _slurm,
     "PMIx": _pmix,
 }
