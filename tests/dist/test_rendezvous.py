@@ -46,8 +46,9 @@ def taken() -> Iterator[int]:
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", candidate_ports(port)[0]))
         stranger.listen()
-        join_store(env_of(0, port, "theirs"), timedelta(seconds=30))
+        store = join_store(env_of(0, port, "theirs"), timedelta(seconds=30))
         yield port
+        del store  # with it goes the port that its board names
 
 
 def test_ports_that_are_taken_are_passed_over(taken: int) -> None:
