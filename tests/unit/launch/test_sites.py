@@ -110,8 +110,8 @@ def test_the_type_of_gpu_is_for_jobs_with_gpus() -> None:
         (
             "snellius",
             {"per_node": 8, "nodes": 2},
-            r"8 ranks a node are wanted, and a node of snellius \(gpu_a100\) has 4 GPUs; write --per-node 4 and "
-            "--nodes 4",
+            r"8 ranks a node are wanted, and a node of snellius \(gpu_a100\) has 4 GPUs; "
+            "write --per-node 4 and --nodes 4",
         ),
         (
             "snellius",
