@@ -30,14 +30,14 @@ _CPUS = 4
 class Slurm:
     """`num` nodes, `node1` and so on, in `main` and in `high`, which takes nodes from `main`."""
 
-    def __init__(self, folder: Path, num: int = 2, gpus: int = 2) -> None:
+    def __init__(self, folder: Path, num: int = 2, gpus: int = 2, timeout_s: int = 10) -> None:
         self.programs = need_programs(PROGRAMS, PACKAGES)
         self.folder = folder
         self.hosts = Hosts(folder, num, "node")
         self.num = num
         self.nodes = self.hosts.names[1:]
         self.conf = folder / "slurm.conf"
-        self._gpus = gpus
+        self._gpus, self._timeout_s = gpus, timeout_s
         self._daemons: dict[int, subprocess.Popen[str]] = {}
 
     @property
@@ -243,7 +243,7 @@ class Slurm:
             "JobRequeue": 1,
             "RequeueExit": 99,
             "SlurmctldTimeout": 10,
-            "SlurmdTimeout": 10,
+            "SlurmdTimeout": self._timeout_s,
             "MessageTimeout": 10,
             "MinJobAge": 3600,
             "KillWait": 5,
