@@ -6,6 +6,7 @@ Needs no torch. Added to the app by `cli.py`, which takes the options of jobs fr
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -179,8 +180,12 @@ def _run_here(kind: str, place: Place, command: list[str], folder: Path | None) 
     given = allocation_of(kind)
     if limits.array and given is not None and given.array_index:
         where = where / given.array_index
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with told(where), put_back(kind):
-        supervise(spread, command, spread.num_ranks, where / LOGS, limits)
+        try:
+            supervise(spread, command, spread.num_ranks, where / LOGS, limits)
+        except KeyboardInterrupt:
+            raise RunError(f"interrupted; what the ranks wrote is in {where / LOGS}") from None
 
 
 @contextmanager

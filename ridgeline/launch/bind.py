@@ -456,8 +456,8 @@ def show_bindings(bindings: Sequence[Binding]) -> str:
     """The map of a node as a table.
 
     >>> print(show_bindings([Binding(0, ((0, 4), (1, 5)), (0,), num_threads=2)]))
-    rank  cores    hardware threads  memory  GPU  NIC  threads
-       0      2             0-1,4-5       0    -    -        2
+    rank  cores  hardware threads  memory  GPU  NIC  threads
+       0      2           0-1,4-5       0    -    -        2
     """
     rows = [["rank", "cores", "hardware threads", "memory", "GPU", "NIC", "threads"]]
     for binding in bindings:

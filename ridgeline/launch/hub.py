@@ -24,6 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ridgeline.errors import Requeue
+
 BEAT_S = 2.0
 """Between two signs of life."""
 LOST_S = 30.0
@@ -70,6 +72,11 @@ class RankExit:
     """The last that it wrote."""
     account: dict[str, Any] | None = None
     """What the rank itself left as the reason, where it did."""
+
+    @property
+    def failed(self) -> bool:
+        """A command that asks to be started again has not."""
+        return self.code not in (0, Requeue.exit_code)
 
 
 @dataclass(eq=False)
@@ -212,7 +219,7 @@ class Hub:
             told = RankExit(**message["exit"])
             with self._changed:
                 self.exits[told.rank] = told
-                if told.code and self._failed_at is None:
+                if told.failed and self._failed_at is None:
                     self._failed_at = time.monotonic()
                 self._changed.notify_all()
 

@@ -68,7 +68,6 @@ def start_on_ray(step: Step) -> RayTasks:
     """Start `step.command` once a rank on nodes of the Ray cluster that is running."""
     try:
         import ray
-        from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     except ModuleNotFoundError as error:
         raise UsageError("--scheduler ray needs ray; pip install 'ridgeline[ray]'") from error
@@ -82,15 +81,7 @@ def start_on_ray(step: Step) -> RayTasks:
     bundle = {"CPU": float(step.per_node * (step.cpus_per_rank or 1))}
     if step.gpus_per_node:
         bundle["GPU"] = float(step.gpus_per_node)
-    group = placement_group(
-        [bundle] * step.nodes, strategy="STRICT_SPREAD" if step.nodes > 1 else "PACK"
-    )
-    if not group.wait(_PLACE_S):
-        have = ray.cluster_resources()
-        raise RunError(
-            f"Ray has not found {step.nodes} nodes with {bundle} each within {_PLACE_S:.0f} s (it has "
-            f"{have.get('CPU', 0):g} cores and {have.get('GPU', 0):g} GPUs in all)"
-        )
+    group = _place(ray, step.nodes, bundle)
     run = ray.remote(max_retries=0)(_run_host)
     tasks = []
     for number in range(step.nodes):
@@ -109,12 +100,47 @@ def start_on_ray(step: Step) -> RayTasks:
     return RayTasks(ray, tasks, group)
 
 
+def _place(ray: Any, num_nodes: int, bundle: dict[str, float]) -> Any:
+    """Room for the ranks of a node on each of so many nodes."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    fit = [
+        node
+        for node in alive
+        if all(node["Resources"].get(name, 0.0) >= need for name, need in bundle.items())
+    ]
+    if len(fit) < num_nodes:
+        need = ", ".join(f"{number:g} {name}" for name, number in bundle.items())
+        raise UsageError(
+            f"{num_nodes} nodes with {need} each are wanted, and of the {len(alive)} nodes of the Ray "
+            f"cluster {len(fit)} have that; ask for fewer with -N and -n"
+        )
+    group = placement_group(
+        [bundle] * num_nodes, strategy="STRICT_SPREAD" if num_nodes > 1 else "PACK"
+    )
+    try:
+        placed = group.wait(_PLACE_S)
+    except Exception as error:  # Ray raises the bare class when the cluster goes away
+        raise RunError(f"Ray has given up placing the ranks: {error}") from error
+    if not placed:
+        remove_placement_group(group)
+        raise RunError(
+            f"Ray has not found {num_nodes} free nodes with {bundle} each within {_PLACE_S:.0f} s; others "
+            "use them, try later or ask for fewer"
+        )
+    return group
+
+
 def _run_host(told: str) -> tuple[int, str]:
     """In a task: the ranks of this node, until they end or the task is cancelled."""
+    # Ray sets it to the cores of the task, which are for all of its ranks.
+    environment = {name: said for name, said in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = subprocess.Popen(
         [sys.executable, "-m", "ridgeline.launch.host"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=environment,
     )
     assert process.stdin is not None
     assert process.stderr is not None

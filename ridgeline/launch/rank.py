@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError
 from ridgeline.launch.bind import MODES, Bound, bind_rank, binding_variables, show_bindings
 from ridgeline.launch.env import (
     BINDING,
@@ -58,6 +58,8 @@ class Line:
         self.socket = connection
         self._buffer = bytearray()
         self.heard = time.monotonic()
+        self.over = False
+        """Whether the hub has said that all is to end."""
 
     def send(self, message: dict[str, Any]) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -76,7 +78,9 @@ class Line:
         self._buffer += piece
         *lines, rest = bytes(self._buffer).split(b"\n")
         self._buffer = bytearray(rest)
-        return [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in lines]
+        self.over |= any("end" in message for message in messages)
+        return messages
 
 
 def find_hub(address: str, until: float) -> tuple[Line, str]:
@@ -256,11 +260,10 @@ def _report(line: Line, rank: int, code: int, tail: str, account: dict[str, Any]
         line.send({"exit": told})
         # A launcher ends all ranks at once when one has failed: the others get the time to say why first.
         until = time.monotonic() + _GRACE_S
-        while code and time.monotonic() < until:
-            if select.select([line.socket], [], [], 0.2)[0]:
-                messages = line.read()
-                if messages is None or any("end" in message for message in messages):
-                    return
+        failed = code not in (0, Requeue.exit_code)
+        while failed and not line.over and time.monotonic() < until:
+            if select.select([line.socket], [], [], 0.2)[0] and line.read() is None:
+                return
 
 
 def main(argv: list[str]) -> int:
@@ -297,6 +300,8 @@ def main(argv: list[str]) -> int:
     forward.append(child.process.send_signal)
     code = stand_by(child, line)
     _report(line, env.rank, code, child.tail() if code else "", _read_account(account))
+    if code == Requeue.exit_code:
+        return 0  # launchers end all ranks when one has an exit code; the hub knows better
     return code if code >= 0 else 128 - code
 
 

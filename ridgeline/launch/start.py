@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError
 from ridgeline.launch.env import BIND, HUB, TERMINAL, read_limits
 from ridgeline.launch.failures import RankError, RankFailure, raise_first
 from ridgeline.launch.hub import LOST_S, Hub, RankExit
@@ -281,7 +281,7 @@ class Spread:
             raise RankError(str(problem), failure, None)
         if not hub.members:
             raise RunError(f"no rank was started: {running.last_words()}")
-        failures = [_as_failure(told, hub) for told in hub.exits.values() if told.code]
+        failures = [_as_failure(told, hub) for told in hub.exits.values() if told.failed]
         missing = [rank for rank in hub.members if rank not in hub.exits]
         if missing and not failures:
             text = f"is missing since {self.name} ended: {running.last_words()}"
@@ -292,6 +292,11 @@ class Spread:
             )
         if failures:
             raise_first(failures, log_dir)
+        asking = [told.rank for told in hub.exits.values() if told.code]
+        if asking:
+            raise Requeue(
+                f"rank {asking[0]} ended with exit code {Requeue.exit_code}, to be started again"
+            )
 
 
 def _as_failure(told: RankExit, hub: Hub) -> RankFailure:

@@ -258,7 +258,7 @@ def _read_cores(sys_root: Path, cpus: set[int], node_of_cpu: dict[int, int]) -> 
             continue
         own = folder / f"cpu{cpu}/topology"
         listed = _read(own / "core_cpus_list") or _read(own / "thread_siblings_list")
-        threads = ({cpu} | set(read_ranges(listed))) & (cpus | online) - seen
+        threads = ({cpu} | set(read_ranges(listed))) - seen
         seen |= threads
         socket = _read(own / "physical_package_id")
         cores.append(

@@ -11,8 +11,8 @@ import pytest
 
 import ridgeline.launch.fit
 from ridgeline.errors import RunError
-from ridgeline.launch.fit import fit_layout
 from ridgeline.launch.failures import RankFailure, first_failure, read_failures, write_failure
+from ridgeline.launch.fit import fit_layout
 from ridgeline.launch.restart import Failed, bad_slot, why_give_up
 from ridgeline.layout import Layout
 from ridgeline.rundir import RunDir

@@ -144,8 +144,9 @@ def read_scontrol(text: str) -> list[JobState]:
     """A state for each line of `scontrol --oneliner show job`."""
     states = []
     for line in text.splitlines():
-        # Values may hold blanks, so that a value ends where the next key starts.
-        said = dict(re.findall(r"(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)", line))
+        # Values may hold blanks, so that a value ends where the next key starts; the first of a key counts,
+        # since the user's own texts come late.
+        said = dict(reversed(re.findall(r"(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)", line)))
         if "JobState" in said:
             states.append(
                 _state(

@@ -295,6 +295,24 @@ def test_no_core_is_shared_while_there_are_enough(node: Node) -> None:
     assert not any(b.shared for b in bindings)
 
 
+def test_rank_moves_before_two_share_a_core(node: Node) -> None:
+    """Two ranks at a socket with one core for them, one at a socket with five."""
+    allowed = {0} | set(range(36, 41))
+    bindings = plan_binding(snellius(node).read(allowed, visible="0,1,2"), 3)
+    assert [len(b.cores) for b in bindings] == [1, 3, 2]
+    assert [b.memory_nodes for b in bindings] == [(0,), (1,), (1,)]
+
+
+def test_nearest_node_is_the_firmwares_not_the_next_number(node: Node) -> None:
+    for core in range(6):
+        node.core([core], socket=core // 2)
+    for number, distance in ((0, "10 40 40"), (8, "40 10 20"), (16, "40 20 10")):
+        node.memory(number, [number // 4, number // 4 + 1], distance=distance)
+    node.gpu("pci0000:00/0000:01:00.0", 8)
+    (binding,) = plan_binding(node.read({0, 1, 4, 5}), 1)
+    assert binding.memory_nodes == (16,)
+
+
 def test_gpu_where_no_core_is(node: Node) -> None:
     (binding,) = plan_binding(snellius(node).read(set(range(36, 40)), visible="0"), 1)
     assert cpus_of(binding) == "36-39"
@@ -466,11 +484,12 @@ def test_gpu_that_does_not_say_its_node(node: Node) -> None:
 
 def test_pci_addresses_are_counted_as_numbers(node: Node) -> None:
     laptop(node)
-    for address in ("10000:01:00.0", "0000:9a:00.0", "0000:0b:00.0"):
+    for address in ("10000:01:00.0", "2000:01:00.0", "0000:9a:00.0", "0000:0b:00.0"):
         node.gpu(f"pci0000:00/{address}", 0)
     assert [gpu.address for gpu in node.read().gpus] == [
         "0000:0b:00.0",
         "0000:9a:00.0",
+        "2000:01:00.0",
         "10000:01:00.0",
     ]
 
@@ -496,6 +515,15 @@ def test_ports_in_several_subnets_are_not_pinned(node: Node) -> None:
     for binding in plan_binding(node.read(), 2):
         assert binding.nic is not None
         assert "UCX_NET_DEVICES" not in binding_variables(binding)
+
+
+def test_slow_port_is_not_taken_though_it_is_near(node: Node) -> None:
+    laptop(node).gpu("pci0000:00/0000:00:01.0/0000:01:00.0", 0)
+    node.infiniband("mlx5_0", "pci0000:00/0000:00:01.0/0000:02:00.0", 0, rate="40 Gb/sec (4X QDR)")
+    node.infiniband("mlx5_1", "pci0000:00/0000:00:03.0/0000:03:00.0", 0)
+    (binding,) = plan_binding(node.read(), 1)
+    assert binding.nic is not None
+    assert binding.nic.name == "mlx5_1"
 
 
 def test_roce_is_not_pinned(node: Node) -> None:
@@ -534,6 +562,16 @@ def test_scheduler_gave_each_rank_its_own_cores_and_gpu(node: Node) -> None:
         assert bindings[rank].gpu == topology.gpus[0]
         assert [b.memory_nodes for b in bindings] == [(3,), (2,), (1,), (0,)]
         assert bindings[rank].num_threads == 16
+
+
+def test_scheduler_gave_cores_of_two_sockets(node: Node) -> None:
+    """Whoever asked for them wants them all, far ones as well; memory is still the GPU's."""
+    snellius(node)
+    own = [set(range(20)) | {36, 37}, set(range(38, 60))]
+    views = [node.read(own[n], visible=visible).view() for n, visible in enumerate(("0", "2"))]
+    bindings = plan_binding(node.read(own[0], visible="0"), views)
+    assert [b.cpus for b in bindings] == own
+    assert [b.memory_nodes for b in bindings] == [(0,), (1,)]
 
 
 def test_each_rank_sees_its_own_gpu_and_all_cores(node: Node) -> None:

@@ -1,0 +1,23 @@
+#!/bin/bash
+#BSUB -J "digits-third-try[1-9]%2"
+#BSUB -n 64
+#BSUB -R "span[ptile=32]"
+#BSUB -gpu "num=4:gmodel=NVIDIAA100"
+#BSUB -R "rusage[mem=64GB/host]"
+#BSUB -W 1:30
+#BSUB -wa USR1 -wt 2
+#BSUB -r
+#BSUB -Q "75"
+#BSUB -o "/work/my runs/digits/job/job.%I.out"
+#BSUB -w "ended(41) && ended(42)"
+#BSUB -q gpuq
+#BSUB -P m1234
+#BSUB -x
+
+export RIDGELINE_ENDS_AT=$(($(date +%s) + 5400))
+set -e
+module load cuda
+export OMP_NUM_THREADS=8
+export NOTE='a "b" $c'
+cd -- '/work/my runs'
+exec apptainer exec --nv --bind /data '/images/torch 2.sif' python -m supervise --name 'it'"'"'s $HOME' $'two\nlines' </dev/null
