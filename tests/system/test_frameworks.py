@@ -1,4 +1,4 @@
-"""Real jobs of other frameworks, started with nothing but the variables that they get from us.
+"""Real jobs of other frameworks, started by `ridgeline launch` with nothing but its variables.
 
 TensorFlow and JAX are no dependencies: each is looked for in the interpreter that
 RIDGELINE_TENSORFLOW_PYTHON or RIDGELINE_JAX_PYTHON names, or in this one.
@@ -9,17 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from ridgeline.launch.frameworks import PORTS_A_RANK, framework_variables
 
 SCRIPTS = Path(__file__).parent / "frameworks"
 INSTALL = {"tensorflow": "tensorflow==2.21.0", "jax": "jax==0.10.2"}
@@ -44,62 +40,37 @@ def python_with(package: str) -> str:
     )
 
 
-def free_ports(num: int) -> list[int]:
-    """All open at once, so that no two are the same."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-@dataclass(frozen=True)
-class Rank:
-    rank: int
-    local_rank: int
-    ports: tuple[int, ...]
-    node_rank: int = 0
-    host: str = "localhost"
-    address: str = "127.0.0.1"
-    gpus: tuple[str, ...] = ()
-
-
-def local_ranks(num: int) -> list[Rank]:
-    ports = free_ports(PORTS_A_RANK * num)
-    return [
-        Rank(rank, rank, tuple(ports[PORTS_A_RANK * rank : PORTS_A_RANK * (rank + 1)]))
-        for rank in range(num)
-    ]
-
-
 def run_ranks(
     python: str, script: str, *args: str, around: dict[str, str] | None = None
 ) -> list[dict[str, object]]:
     """What each of two ranks printed."""
-    members = local_ranks(2)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(around or {})}
-    ranks = [
-        subprocess.Popen(
-            [python, str(SCRIPTS / script), *args],
-            env={**clean, **framework_variables(members, rank, clean)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+    with tempfile.TemporaryDirectory() as folder:
+        launch = [
+            sys.executable,
+            "-m",
+            "ridgeline.cli",
+            "launch",
+            "--scheduler",
+            "local",
+            "-n",
+            "2",
+        ]
+        done = subprocess.run(
+            [*launch, "--folder", folder, "--", python, str(SCRIPTS / script), *args],
+            env=clean,
+            capture_output=True,
             text=True,
+            timeout=TIMEOUT_S,
         )
-        for rank in range(2)
+        assert done.returncode == 0, f"{script}: {done.stderr[-4000:]}"
+        texts = [(Path(folder) / f"logs/rank-{rank}.out").read_text() for rank in range(2)]
+    # Libraries print as well.
+    return [
+        json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+        for text in texts
     ]
-    try:
-        texts = [rank.communicate(timeout=TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    told = []
-    for rank, (out, err) in zip(ranks, texts, strict=True):
-        assert rank.returncode == 0, f"{script} ended with {rank.returncode}:\n{err[-4000:]}"
-        # Libraries print to standard output as well.
-        told.append(json.loads(next(line for line in out.splitlines() if line.startswith("{"))))
-    return told
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ JOBS = {
     "pbs": (
         "pbs",
         replace(
-            at_site("finisterrae3", BASE),
+            replace(at_site("finisterrae3", BASE), gpu_type=None),
             memory="64G",
             array="0-9%2",
             partition="prod",

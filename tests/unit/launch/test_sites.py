@@ -56,8 +56,10 @@ def test_shipped_facts_name_their_guide(path: Path) -> None:
 
 
 def test_facts_of_the_guides() -> None:
-    gpu = site("snellius").partitions["gpu"]
-    assert (gpu.gpus, gpu.gpu_memory_gb) == (4, 40)
+    gpu = site("snellius").partitions["gpu_a100"]
+    assert (gpu.gpus, gpu.gpu_memory_gb, gpu.cores) == (4, 40, 72)
+    gpu = site("perlmutter").partitions["gpu"]
+    assert (gpu.gpus, gpu.cores, gpu.constraint, gpu.qos) == (4, 64, "gpu", "regular")
     node = site("summit").partitions["node"]
     assert (node.gpus, node.cores, node.memory_gb, node.gpu_memory_gb) == (6, 42, 512, 16)
     a100 = site("finisterrae3").partitions["a100"]
@@ -108,7 +110,7 @@ def test_the_type_of_gpu_is_for_jobs_with_gpus() -> None:
         (
             "snellius",
             {"per_node": 8, "nodes": 2},
-            r"8 ranks a node are wanted, and a node of snellius \(gpu\) has 4 GPUs; write --per-node 4 and "
+            r"8 ranks a node are wanted, and a node of snellius \(gpu_a100\) has 4 GPUs; write --per-node 4 and "
             "--nodes 4",
         ),
         (
