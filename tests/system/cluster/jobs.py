@@ -26,7 +26,7 @@ TRAINING = (
 """With a constant rate, the losses of a shorter run are the first of a longer one."""
 LONGEST = 120
 """Steps of the reference that others are compared with."""
-ENDLESS = ("train.steps=100000", "checkpoint.minutes=0")
+ENDLESS = ("train.epochs=100000", "checkpoint.minutes=0")
 
 
 def ridgeline(*words: object) -> list[str]:
