@@ -39,6 +39,8 @@ class RankFailure:
     """Found by looking at all ranks, so it is the cause whatever else was said."""
     would_repeat: bool = False
     """Whether the same start would meet it again."""
+    node_gone: bool = False
+    """Whether it is the rank's node that is gone, so that only other nodes would help."""
 
 
 class RankError(RunError):

@@ -295,7 +295,7 @@ class Hub:
             self._gone(caller)
         if not self._started:
             if now - self._begun > self._join_s:
-                self._fail(self._who_is_missing(), -1, "missing")
+                self._fail(self._who_is_missing(), self.missing()[0], "missing")
             return
         silent = [
             caller.member
@@ -343,15 +343,22 @@ class Hub:
             self._changed.notify_all()
         self._tell({"end": text})
 
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
+        return [rank for rank in range(self.num_ranks) if rank not in self.members]
+
+    def unheard(self) -> str:
+        """The hosts of which no rank has come, in brackets; empty where they are not known."""
+        came = {member.host.partition(".")[0] for member in self.members.values()}
+        absent = [host for host in self._hosts if host.partition(".")[0] not in came]
+        return f" (nothing was heard from {', '.join(absent)})" if absent else ""
+
     def _who_is_missing(self) -> str:
-        missing = [rank for rank in range(self.num_ranks) if rank not in self.members]
-        came = {member.host for member in self.members.values()}
-        absent = [host for host in self._hosts if host not in came]
+        missing = self.missing()
         shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        where = f" (nothing was heard from {', '.join(absent)})" if absent else ""
         return (
             f"{len(missing)} of {self.num_ranks} ranks did not come within {self._join_s:.0f} s: "
-            f"{shown}{where}; check that the nodes reach {socket.gethostname()}"
+            f"{shown}{self.unheard()}; check that the nodes reach {socket.gethostname()}"
         )
 
     def _tell(self, message: dict[str, Any], ranks: Iterable[int] | None = None) -> None:

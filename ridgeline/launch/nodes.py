@@ -90,6 +90,7 @@ def build_spread(kind: str, place: Place) -> Spread:
 
         return Spread(kind, start_on_ray, nodes, per_node, **options)
     names: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
     index: dict[str, str] = {}
     if kind == "mpi":
         line: Callable[[Step], list[str]] = mpi_step
@@ -102,13 +103,14 @@ def build_spread(kind: str, place: Place) -> Spread:
         if given is not None:
             _check_room(kind, given, place)
             nodes = place.nodes or given.num_nodes
+            expected = given.nodes if nodes == len(given.nodes) else ()
             index = {ARRAY_INDEX: given.array_index} if given.array_index else {}
 
     def start(step: Step) -> LauncherProcess:
         step = replace(step, variables={**index, **step.variables})
         return LauncherProcess(line(step), step.variables)
 
-    return Spread(kind, start, nodes, per_node, names, **options)
+    return Spread(kind, start, nodes, per_node, names, expected=expected, **options)
 
 
 def _hosts(kind: str, place: Place) -> list[Host]:

@@ -26,6 +26,8 @@ class Failed:
     """The newest checkpoint there is; empty when there is none."""
     lost: bool = False
     """Whether the device itself no longer answers."""
+    node_gone: str = ""
+    """What was said of its node, where that is gone."""
 
 
 def why_give_up(history: Sequence[Failed], times: int | None) -> str | None:
@@ -47,6 +49,14 @@ def why_give_up(history: Sequence[Failed], times: int | None) -> str | None:
     if since > allowed:
         return f"it was started again {allowed} times since the last checkpoint"
     return None
+
+
+def why_elsewhere(history: Sequence[Failed]) -> str:
+    """What was said of a node that is gone, when steps were done before: the same work has a chance on
+    other nodes. Empty: it has none that is known of, and a queue would only start it over and over."""
+    worked = any(failed.step is not None for failed in history)
+    told = [failed.node_gone for failed in history if failed.node_gone]
+    return told[0] if worked and told else ""
 
 
 def count_restarts(history: Sequence[Failed]) -> int:

@@ -179,14 +179,19 @@ class Spread:
         cpus_per_rank: int | None = None,
         gpus_per_node: int | None = None,
         num_ranks: int | None = None,
+        expected: Sequence[str] = (),
     ) -> None:
-        """`prefix` comes before every rank's command: a container's. `start` has to start `step.command`
-        once a rank, with `step.variables` in its environment."""
+        """`hosts` are chosen; `expected` are those that the launcher will choose, so that one of which
+        nothing is heard can be named. `prefix` comes before every rank's command: a container's. `start`
+        has to start `step.command` once a rank, with `step.variables` in its environment."""
         self.name, self.nodes, self.per_node = name, nodes, per_node
         # Hosts may take more ranks or fewer each.
         self.num_ranks = nodes * per_node if num_ranks is None else num_ranks
         self._start, self._hosts, self._bind, self._prefix = start, tuple(hosts), bind, list(prefix)
+        self._expected = tuple(hosts or expected)
         self._sizes = (cpus_per_rank, gpus_per_node)
+        self.met = False
+        """Whether all ranks have come together, in any call of `run`."""
         self._hub: Hub | None = None
         self._running: Running | None = None
 
@@ -213,7 +218,7 @@ class Spread:
         if num_ranks != self.num_ranks:
             raise RunError(f"{self.name} starts {self.num_ranks} ranks, not {num_ranks}")
         log_dir.mkdir(parents=True, exist_ok=True)
-        hub = self._hub = Hub(num_ranks, self._hosts, read_limits().lost_s or LOST_S)
+        hub = self._hub = Hub(num_ranks, self._expected, read_limits().lost_s or LOST_S)
         wrapper = [sys.executable, "-m", "ridgeline.launch.rank", "--logs", str(log_dir.resolve())]
         whole = [*wrapper, "--bind", self._bind, "--", *self._prefix, *command]
         terminal = "1" if sys.stdout.isatty() else "0"
@@ -231,6 +236,7 @@ class Spread:
                 raise
             finally:
                 self._let_end(hub, running)
+            self.met = self.met or not hub.missing()
             self._judge(hub, running, log_dir)
         finally:
             hub.close()
@@ -274,22 +280,21 @@ class Spread:
     def _judge(self, hub: Hub, running: Running, log_dir: Path) -> None:
         """One error of what the hub has heard; none when every rank ended well."""
         problem = hub.problem
-        if problem is not None and problem.kind != "lost":
+        if problem is not None and problem.kind not in ("lost", "missing"):
             raise RunError(str(problem))
         if problem is not None:
-            failure = RankFailure(problem.rank, time.time(), str(problem), decisive=True)
-            raise RankError(str(problem), failure, None)
+            raise _node_gone(problem.rank, str(problem))
         if not hub.members:
             raise RunError(f"no rank was started: {running.last_words()}")
+        if absent := hub.missing():
+            # Nobody's command has run; those who came were ended because others did not.
+            came = f"{len(hub.members)} of {hub.num_ranks} ranks were started{hub.unheard()}"
+            raise _node_gone(absent[0], f"{came}: {running.last_words()}")
         failures = [_as_failure(told, hub) for told in hub.exits.values() if told.failed]
         missing = [rank for rank in hub.members if rank not in hub.exits]
         if missing and not failures:
             text = f"is missing since {self.name} ended: {running.last_words()}"
             failures = [RankFailure(rank, time.time(), text) for rank in missing]
-        if len(hub.members) < hub.num_ranks and not failures:
-            raise RunError(
-                f"{len(hub.members)} of {hub.num_ranks} ranks were started: {running.last_words()}"
-            )
         if failures:
             raise_first(failures, log_dir)
         asking = [told.rank for told in hub.exits.values() if told.code]
@@ -297,6 +302,11 @@ class Spread:
             raise Requeue(
                 f"rank {asking[0]} ended with exit code {Requeue.exit_code}, to be started again"
             )
+
+
+def _node_gone(rank: int, text: str) -> RankError:
+    failure = RankFailure(rank, time.time(), text, decisive=True, node_gone=True)
+    return RankError(text, failure, None)
 
 
 def _as_failure(told: RankExit, hub: Hub) -> RankFailure:

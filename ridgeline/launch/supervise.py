@@ -32,6 +32,8 @@ def supervise(
         try:
             spread.run_command(command, num_ranks, logs, None, {})
         except RankError as error:
+            if error.failure.node_gone and spread.met and limits.requeue:
+                raise Requeue(f"{error}; the job is to go on with other nodes") from None
             if not asked or error.failure.decisive:
                 raise RunError(str(error)) from None
     if asked:

@@ -23,7 +23,7 @@ from ridgeline.launch.env import Limits, visible_devices
 from ridgeline.launch.failures import RankError, clear_accounts
 from ridgeline.launch.fit import fit_layout
 from ridgeline.launch.ranks import known_ranks
-from ridgeline.launch.restart import Failed, bad_slot, count_restarts, why_give_up
+from ridgeline.launch.restart import Failed, bad_slot, count_restarts, why_elsewhere, why_give_up
 from ridgeline.launch.start import Starter
 from ridgeline.layout import Layout
 from ridgeline.rundir import CHECKPOINTS, LOGS, RunDir
@@ -124,6 +124,7 @@ class _Job:
         self._log_dir = run.file(LOGS)
         self._history: list[Failed] = []
         self._attempt = 0
+        self._limits = limits
         self.desk = _Desk(self._log_dir, starter, limits)
 
     def attempt(self) -> bool:
@@ -190,6 +191,7 @@ class _Job:
             step=error.step if error.step is not None else self._last_step(began),
             checkpoint=newest_checkpoint(self._run),
             lost=self._starter.here and self._config.device != "cpu" and not _answers(slot),
+            node_gone=str(error) if error.failure.node_gone else "",
         )
         if error.failure.would_repeat:
             raise RunError(str(error)) from None
@@ -198,6 +200,9 @@ class _Job:
         reason = why_give_up(self._history, self._config.restart.times)
         # On other devices, what failed twice in one place has a chance again.
         if reason is not None and (fewer is None or not reason):
+            if self._limits.requeue and (gone := why_elsewhere(self._history)):
+                self._run.add_event("stopped", cause=gone, step=None)
+                raise Requeue(f"{gone}; the job is to go on with other nodes") from None
             raise RunError(f"{error}\n  given up: {reason}" if reason else str(error)) from None
         cause = str(error).splitlines()[0].partition("; logs of every rank")[0]
         details: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from ridgeline.launch.failures import RankError
+from ridgeline.launch.job import Step
+from ridgeline.launch.start import LauncherProcess, Spread
 
 SAY = """
 import json, os, sys
@@ -169,3 +174,21 @@ def test_two_jobs_at_once_do_not_meet(tmp_path: Path) -> None:
     assert [job.returncode for job in jobs] == [0, 0]
     assert [one["argv"] for one in told] == [["one"], ["two"]]
     assert told[0]["MASTER_PORT"] != told[1]["MASTER_PORT"]
+
+
+def test_a_node_on_which_no_rank_starts_is_named(tmp_path: Path) -> None:
+    """As srun does for a node that is gone: the others are started, and ended when it gives up."""
+
+    def start(step: Step) -> LauncherProcess:
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        text = '"$@" & sleep 2; kill -9 $!; echo "srun: error: launch failed on node node2" >&2; exit 1'
+        line = ["bash", "-c", text, "srun", *step.command]
+        return LauncherProcess(line, {**step.variables, **place})
+
+    here = socket.gethostname()
+    spread = Spread("slurm", start, nodes=2, per_node=1, expected=[here, "node2"])
+    with pytest.raises(RankError) as caught:
+        spread.run_command(["true"], 2, tmp_path / "logs", None, {})
+    assert "1 of 2 ranks were started (nothing was heard from node2): srun" in str(caught.value)
+    assert caught.value.failure.node_gone
+    assert caught.value.failure.rank == 1

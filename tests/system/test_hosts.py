@@ -63,7 +63,9 @@ def test_a_host_that_is_cut_off_is_named_and_ends_the_job(
     run = tmp_path / "run"
     words = [*TRAINING, *ENDLESS, *over_ssh(ssh_config, on="--on"), "--run", run, "-n", 1]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        job = world.popen(0, ridgeline("train", *words), stdout=out, stderr=err)
+        job = world.popen(
+            0, ridgeline("train", *words), env={"RIDGELINE_LOST_S": "6"}, stdout=out, stderr=err
+        )
     wait_until("step 5, or the end", lambda: reached(run, 5)() or job.poll() is not None, 120)
     assert job.poll() is None, (tmp_path / "err").read_text()
     world.cut(3)

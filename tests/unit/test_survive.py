@@ -13,7 +13,7 @@ import ridgeline.launch.fit
 from ridgeline.errors import RunError
 from ridgeline.launch.failures import RankFailure, first_failure, read_failures, write_failure
 from ridgeline.launch.fit import fit_layout
-from ridgeline.launch.restart import Failed, bad_slot, why_give_up
+from ridgeline.launch.restart import Failed, bad_slot, why_elsewhere, why_give_up
 from ridgeline.layout import Layout
 from ridgeline.rundir import RunDir
 from ridgeline.train.hang import Account, main_thread, table, tell
@@ -169,3 +169,15 @@ def test_what_was_decided_about_a_rank_is_not_overwritten_by_it(tmp_path: Path) 
     (kept,) = read_failures(tmp_path)
     assert kept.decisive
     assert "rank 1 hangs" in kept.message
+
+
+def test_only_work_that_got_on_is_worth_other_nodes() -> None:
+    gone = "host n2 did not answer"
+    lost = Failed(rank=2, slot=2, step=40, checkpoint="step-20", node_gone=gone)
+    refused = Failed(
+        rank=2, slot=2, step=None, checkpoint="step-20", node_gone="2 of 4 were started"
+    )
+    other = Failed(rank=1, slot=1, step=40, checkpoint="step-20")
+    assert why_elsewhere([lost, refused, refused]) == gone
+    assert why_elsewhere([refused, refused]) == ""
+    assert why_elsewhere([other, other]) == ""

@@ -111,10 +111,13 @@ class Hosts:
         self._do(f"{inside} ip link set eth0 up")
 
     def kill(self, index: int) -> None:
-        """Power loss: every process of the host is gone at once."""
+        """Power loss: every process of the host is gone at once, and nobody is told. Its link goes first,
+        because the kernel would still close the connections of processes that it ends."""
         init = self._inits.pop(index, None)
         if init is None:
             return
+        if index:
+            self.cut(index)
         with suppress(psutil.NoSuchProcess):
             init.kill()
         psutil.wait_procs([init], timeout=_UP_S)

@@ -24,9 +24,9 @@ TRAINING = (
     "device=cpu",
 )
 """With a constant rate, the losses of a shorter run are the first of a longer one."""
-LONGEST = 200
+LONGEST = 120
 """Steps of the reference that others are compared with."""
-ENDLESS = ("train.steps=100000", "checkpoint.minutes=0")
+ENDLESS = ("train.epochs=100000", "checkpoint.minutes=0")
 
 
 def ridgeline(*words: object) -> list[str]:
@@ -51,10 +51,9 @@ def reached(run: Path, step: int) -> Callable[[], bool]:
     return look
 
 
-def submit(cluster: Any, *words: object, cwd: Path | None = None) -> tuple[str, Path]:
+def submit(cluster: Any, *words: object, **options: Any) -> tuple[str, Path]:
     """Give a job to the queue through a command; its id and its folder."""
-    where = {} if cwd is None else {"cwd": cwd}
-    done = cluster.run(ridgeline(*words), check=True, **where)
+    done = cluster.run(ridgeline(*words), check=True, **options)
     match = re.search(r"^job (\S+): (\S.*)$", done.stdout, re.MULTILINE)
     assert match is not None, done.stdout + done.stderr
     return match.group(1), Path(match.group(2))

@@ -2,8 +2,8 @@
 
 The nodes are those of `hosts.py`, so each has an address, a name and a power switch of its own. Key,
 sockets, state and logs lie in one folder; there is no systemd, no cgroup and no database. Waiting times are
-short: a node that is silent is lost after ten seconds instead of minutes, and a requeued job starts after
-a few seconds instead of two minutes.
+short: a node that is silent is lost after a minute instead of five, and a requeued job starts after a few
+seconds instead of two minutes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _CPUS = 4
 class Slurm:
     """`num` nodes, `node1` and so on, in `main` and in `high`, which takes nodes from `main`."""
 
-    def __init__(self, folder: Path, num: int = 2, gpus: int = 2) -> None:
+    def __init__(self, folder: Path, num: int = 2, gpus: int = 2, timeout_s: int = 60) -> None:
         self.programs = need_programs(PROGRAMS, PACKAGES)
         self.folder = folder
         self.hosts = Hosts(folder, num, "node")
         self.num = num
         self.nodes = self.hosts.names[1:]
         self.conf = folder / "slurm.conf"
-        self._gpus = gpus
+        self._gpus, self._timeout_s = gpus, timeout_s
         self._daemons: dict[int, subprocess.Popen[str]] = {}
 
     @property
@@ -229,7 +229,8 @@ class Slurm:
             "TmpFS": folder / "tmp.%n",
             "MailProg": "/bin/true",
             "ProctrackType": "proctrack/linuxproc",
-            "TaskPlugin": "task/none",
+            "TaskPlugin": "task/affinity",
+            "TaskPluginParam": "none",
             "JobAcctGatherType": "jobacct_gather/none",
             "AccountingStorageType": "accounting_storage/none",
             "MpiDefault": "none",
@@ -243,7 +244,7 @@ class Slurm:
             "JobRequeue": 1,
             "RequeueExit": 99,
             "SlurmctldTimeout": 10,
-            "SlurmdTimeout": 10,
+            "SlurmdTimeout": self._timeout_s,
             "MessageTimeout": 10,
             "MinJobAge": 3600,
             "KillWait": 5,
