@@ -318,6 +318,10 @@ class Hub:
         member = caller.member
         if member is None or member.rank in self.exits or self._closed.is_set():
             return
+        if not self._started:
+            text = f"rank {member.rank} on {member.host} ended before all ranks had come"
+            self._fail(text, member.rank, "early")
+            return
         with self._changed:
             # Whoever started the wrapper has ended it: its rank is gone with it, and that is a failure,
             # but maybe the consequence of another.

@@ -280,9 +280,11 @@ class Spread:
     def _judge(self, hub: Hub, running: Running, log_dir: Path) -> None:
         """One error of what the hub has heard; none when every rank ended well."""
         problem = hub.problem
-        if problem is not None and problem.kind not in ("lost", "missing"):
+        if problem is not None and problem.kind == "early" and not hub.unheard():
+            raise RunError(f"{problem}: {running.last_words()}")
+        if problem is not None and problem.kind not in ("lost", "missing", "early"):
             raise RunError(str(problem))
-        if problem is not None:
+        if problem is not None and problem.kind != "early":
             raise _node_gone(problem.rank, str(problem))
         if not hub.members:
             raise RunError(f"no rank was started: {running.last_words()}")

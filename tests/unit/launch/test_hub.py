@@ -207,3 +207,12 @@ def test_signals_go_to_the_ranks_they_are_for(make_hub) -> None:
     assert callers[1].hear("signal") == "SIGUSR1"
     hub.signal("SIGTERM")
     assert callers[0].hear("signal") == "SIGTERM"
+
+
+def test_a_rank_that_ends_before_all_have_come_is_not_waited_for(make_hub) -> None:
+    hub = make_hub(2)
+    caller = Caller(hub, rank=1, host="node4")
+    time.sleep(0.3)
+    caller.socket.close()
+    caller._lines.close()
+    assert wait_for_problem(hub) == "rank 1 on node4 ended before all ranks had come"
