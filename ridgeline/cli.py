@@ -170,6 +170,12 @@ class _Asked:
         into = None if self.into is None else self.into / index
         return replace(self, overrides=overrides, into=into)
 
+    def for_first(self, array: str) -> _Asked:
+        """To see whether an array can be trained at all."""
+        from ridgeline.launch.script import read_array
+
+        return self.for_index(str(read_array(array).first))
+
 
 def _train_here(asked: _Asked, num_processes: int | None, bind: str) -> None:
     from ridgeline.launch.env import read_limits
@@ -228,7 +234,8 @@ def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: boo
     from ridgeline.config import dump_config
     from ridgeline.rundir import CONFIG, RunDir
 
-    config, into = asked.load()
+    config, into = asked.load() if wanted.array is None else asked.for_first(wanted.array).load()
+    into = asked.into if wanted.array is not None else into
     count = (place.nodes or 1) * (place.per_node or 1)
     _check_before_start(config, count)
     if into is not None:
