@@ -1,4 +1,4 @@
-"""What is asked of `ridgeline launch` and `train --on` before anything runs: hosts, records, logs, slips."""
+"""What is asked of `ridgeline launch` and `train --on` before it runs: hosts, records, logs, slips."""
 
 from __future__ import annotations
 
