@@ -39,7 +39,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("scaling", "search", "export", "report"),
     ("compat",),
     ("cli_shared",),
-    ("cli_checkpoint", "cli_data", "cli_launch", "cli_machine"),
+    ("cli_checkpoint", "cli_data", "cli_launch", "cli_machine", "cli_plan"),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -55,6 +55,7 @@ TORCH_FREE = (
     "ridgeline.facts",
     "ridgeline.launch.env",
     "ridgeline.launch.local",
+    "ridgeline.plan.validate",
     "ridgeline.data.stage.run",
     "ridgeline.data.stage.command",
     "ridgeline.checkpoint.describe",
@@ -70,6 +71,7 @@ TORCH_FREE = (
     "ridgeline.cli_data",
     "ridgeline.cli_launch",
     "ridgeline.cli_machine",
+    "ridgeline.cli_plan",
     "ridgeline.cli",
 )
 
