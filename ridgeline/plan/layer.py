@@ -109,8 +109,11 @@ def layer_cost(
     mask = tokens * h / (t if part.sp else 1) if model.dropout else 0.0
     inner_bytes, in_bytes = size * tokens * inner, size * tokens * ffn_in
     copied = size * tokens * model.query_width / t
-    rotary = 0.0 if model.learned_positions else 2 * size * tokens * qkv
-    fused = 0.6 if software.compiled else 1.0
+    passes = 2.0 if software.compiled else software.rotary_passes
+    rotary = size * tokens * passes * (model.query_width + model.kv_width) / t
+    if model.learned_positions or not model.rotary:
+        rotary = 0.0
+    fused = 0.7 if software.compiled else software.element_passes
     forward_moved = 2 * (2 * stream) + 2 * (3 * stream + mask) + in_bytes + inner_bytes
     forward_moved += (2 * copied if software.attention != "flash" else 0.0) + rotary
     backward_moved = 2 * (5 * stream) + 2 * (2 * stream + mask) + 2 * (3 * stream)
@@ -170,9 +173,10 @@ def _attention(
     if software.attention == "flash":
         causal = model.causal
         args = (device, part.samples, heads, seq, model.seq, model.head_width, causal, precision)
+        share = software.flash_share
         return (
-            Cost(attention=flash_s(*args, False), kernels=1),
-            Cost(attention=flash_s(*args, True), kernels=3),
+            Cost(attention=flash_s(*args, False) / share, kernels=1),
+            Cost(attention=flash_s(*args, True) / share, kernels=3),
         )
     size = element_bytes(precision)
     count = part.samples * heads

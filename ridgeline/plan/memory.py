@@ -70,7 +70,7 @@ def layer_activations(job: Job, scores: bool = True) -> float:
     qkv = model.query_width + 2 * model.kv_width
     total += size * tokens * (qkv + model.query_width) / t
     total += size * tokens * (model.ffn_in + model.ffn) / t
-    if not model.learned_positions:
+    if model.rotary:
         total += size * tokens * job.software.rotary_kept * (model.query_width + model.kv_width) / t
     if job.software.attention == "flash":
         total += 4.0 * tokens * model.heads / t  # the softmax's sums

@@ -20,10 +20,12 @@ from ridgeline.plan.machine import Machine, load_machine
 from ridgeline.plan.software import (
     DEEPSPEED_ZERO3,
     FSDP,
+    LLM_FOUNDRY,
     MEGATRON_2021,
     MEGATRON_2022,
     MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
+    TORCHTITAN,
     Software,
 )
 from ridgeline.plan.transformer import Transformer
@@ -230,24 +232,24 @@ def read_software(row: Row) -> Software:
         return replace(MEGATRON_2021, overlap_dp=overlaps)
     if "torchtitan" in source or "llm-foundry" in source or layout.get("fsdp"):
         pure = str(layout.get("mp_mode")) == "PURE"
-        software = replace(FSDP, compiled=bool(layout.get("compile")))
+        software = TORCHTITAN if "torchtitan" in source else FSDP
+        software = LLM_FOUNDRY if "llm-foundry" in source else software
+        software = replace(software, compiled=bool(layout.get("compile")))
         return replace(software, reduce_bytes=2) if pure else software
     if "Megatron" in source or framework.startswith("Megatron"):
-        return _megatron_core(args)
+        return _megatron_core(args, source)
     raise Unreadable(f"the software is not known (framework {framework or 'not stated'!r})")
 
 
-def _megatron_core(args: Mapping[str, Any]) -> Software:
-    """Megatron-Core's tests are deterministic: with dropout that rules fused attention out, unless the
-    scores would not fit."""
+def _megatron_core(args: Mapping[str, Any], source: str) -> Software:
+    """Megatron-Core as its arguments say. Without an argument for it, attention stores its scores in the
+    `local` layers and in the earlier of its two test environments, which switched fused kernels off."""
     backend = str(args.get("--attention-backend") or "")
-    dropout = float(args.get("--attention-dropout", 0.1))
-    stored = bool(args) and dropout > 0 and int(args.get("--seq-length") or 0) <= 4096
-    attention = (
-        "fused"
-        if backend == "unfused" or (stored and backend not in ("flash", "fused"))
-        else "flash"
-    )
+    if not backend:
+        local = args.get("--transformer-impl") == "local"
+        short = int(args.get("--seq-length") or 0) <= 4096
+        backend = "unfused" if args and short and (local or "dracooci" in source) else "flash"
+    attention = "fused" if backend == "unfused" else "flash"
     overlaps = not args or bool(args.get("--overlap-grad-reduce"))
     software = replace(MEGATRON_CORE, attention=attention, overlap_dp=overlaps)
     if args.get("--transformer-impl") == "local":
@@ -301,6 +303,7 @@ def read_model(row: Row, software: Software) -> Transformer:
         gated=gated,
         tied=not llama and not args.get("--untie-embeddings-and-output-weights"),
         learned_positions=arch == "gpt" and positions == "learned_absolute",
+        rotary=llama or positions == "rope",
         rms_norm=llama or args.get("--normalization") == "RMSNorm",
         bias=arch == "gpt" and not args.get("--disable-bias-linear"),
         dropout=dropout,

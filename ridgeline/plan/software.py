@@ -41,6 +41,14 @@ class Software:
     """ZeRO sums whole gradients (an all-reduce) before each rank keeps its part."""
     softmax_batch: int = 4
     """The fused softmax needs a multiple of so many (samples x heads); else it is several kernels."""
+    flash_share: float = 1.0
+    """What its fused attention reaches of the device's `flash_efficiency`, which is FlashAttention 2's."""
+    selective_products: float = 0.0
+    """Share of the products that selective recompute does again where attention is fused."""
+    element_passes: float = 1.0
+    """Bytes that element-wise work moves, compared with fused kernels."""
+    rotary_passes: float = 2.0
+    """Reads and writes of queries and keys for rotary positions."""
     compiled: bool = False
     """Element-wise work is fused into few kernels, which costs the host little."""
     logit_bytes: float = 6.0
@@ -66,7 +74,10 @@ MEGATRON_2022: Final = Software(
     fused_gradient_sum=True,
 )  # fmt: skip
 """Megatron-LM as of Korthikanti et al. 2022."""
-MEGATRON_DEEPSPEED: Final = replace(MEGATRON_2021, name="megatron-deepspeed")
+MEGATRON_DEEPSPEED: Final = replace(
+    MEGATRON_2021, name="megatron-deepspeed", master_bytes=8, buffer_bytes=4e9, logit_bytes=14.0,
+    fragmentation=0.12,
+)  # fmt: skip
 """The fork for DeepSpeed's pipeline."""
 DEEPSPEED_ZERO3: Final = replace(
     MEGATRON_2021, name="deepspeed-zero3", flat_zero=True, zero_sums_whole=True
@@ -74,19 +85,25 @@ DEEPSPEED_ZERO3: Final = replace(
 """ZeRO-3 as compared with in Narayanan et al. 2021."""
 MEGATRON_CORE: Final = Software(
     "megatron-core", overlap_tp_backward=True, overlap_dp=True, overlap_pp=True,
-    fused_gradient_sum=True, optimizer_bytes_moved=50.0, host_share=0.8, dummy_gradients=True,
+    fused_gradient_sum=True, optimizer_bytes_moved=50.0, host_share=1.8, dummy_gradients=True,
+    flash_share=1.45,
 )  # fmt: skip
 FSDP: Final = Software(
     "fsdp", overlap_dp=True, weight_bytes=4, master_bytes=0, reduce_bytes=4,
-    optimizer_bytes_moved=36.0, fused_gradient_sum=True, host_share=0.6,
+    optimizer_bytes_moved=36.0, fused_gradient_sum=True, host_share=0.6, element_passes=1.4,
+    rotary_passes=10.0,
 )  # fmt: skip
 """torch's fully_shard with bf16 arithmetic (torchtitan, llm-foundry)."""
-RIDGELINE: Final = replace(FSDP, name="ridgeline", reduce_bytes=2, overlap_tp_backward=False)
+TORCHTITAN: Final = replace(FSDP, name="torchtitan", selective_products=0.5)
+"""Its selective recompute keeps every other product, or recomputes every other layer."""
+LLM_FOUNDRY: Final = replace(FSDP, name="llm-foundry", flash_share=0.6)
+"""Attention is the Triton kernel of 2023, on A100 and H100 alike."""
+RIDGELINE: Final = replace(FSDP, name="ridgeline", reduce_bytes=2)
 
 SOFTWARE: Final = {
     s.name: s
     for s in (
         MEGATRON_2021, MEGATRON_2022, MEGATRON_DEEPSPEED, DEEPSPEED_ZERO3, MEGATRON_CORE, FSDP,
-        RIDGELINE,
+        TORCHTITAN, LLM_FOUNDRY, RIDGELINE,
     )
 }  # fmt: skip

@@ -57,8 +57,12 @@ def recompute_cost(job: Job, layer: LayerCost) -> Cost:
     if job.recompute == "selective":
         if job.software.attention != "flash":
             return layer.core_forward
-        # Results of products and attention are kept; what is cheap is done again.
-        return Cost(elementwise=layer.forward.elementwise, kernels=layer.forward.kernels // 2)
+        # Results of most products and of attention are kept; what is cheap is done again.
+        return Cost(
+            products=job.software.selective_products * layer.forward.products,
+            elementwise=layer.forward.elementwise,
+            kernels=layer.forward.kernels // 2,
+        )
     return Cost()
 
 

@@ -30,7 +30,9 @@ class Transformer:
     tied: bool = True
     """The output projection is the embedding."""
     learned_positions: bool = True
-    """Else rotary ones, which have no parameters."""
+    """Else there are none that are parameters."""
+    rotary: bool = False
+    """Queries and keys are turned by their positions."""
     rms_norm: bool = False
     bias: bool = True
     dropout: bool = True
