@@ -50,7 +50,7 @@ def validate(
         values = fit(chosen)
         change = changed(values)
         fitted_ids = {str(row.get("id")) for row in chosen}
-        typer.echo(f"fitted on {len(chosen)} rows: " + _show_values(values))
+        typer.echo(f"factors fitted on {len(chosen)} rows: " + _show_values(values))
     everything = check_rows(measured, change)
     checked = [c for c in everything if c.id not in fitted_ids]
     _show_summaries(summarize(checked))

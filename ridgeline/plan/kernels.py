@@ -20,6 +20,10 @@ SPLITS: Final = (1, 2, 3, 4, 8)
 LEAST_SPLIT: Final = 512
 
 
+RAMP: Final = 700.0
+"""Keys at which a fused attention kernel reaches half of what it does with very many."""
+
+
 def element_bytes(precision: str) -> float:
     return {"fp8": 1.0, "fp16": 2.0, "bf16": 2.0}.get(precision, 4.0)
 
@@ -61,11 +65,12 @@ def flash_s(
 ) -> float:  # fmt: skip
     """Fused attention: forward two products, backward five, of which a causal mask needs half.
 
-    A head narrower than 128 leaves part of the tensor cores' pipeline to the softmax.
+    A head narrower than 128 leaves part of the tensor cores' pipeline to the softmax, and short rows are
+    soon over.
     """
     peak = device.peak_flops.get(precision) or device.peak_flops["fp32"]
     flops = 4.0 * batch * heads * seq * keys * width * (0.5 if causal else 1.0)
-    share = device.flash_efficiency * min(1.0, 0.5 + 0.5 * width / 128.0)
+    share = device.flash_efficiency * min(1.0, 0.5 + 0.5 * width / 128.0) * keys / (keys + RAMP)
     if backward:
         flops, share = 2.5 * flops, 0.85 * share
     moved = element_bytes(precision) * batch * heads * width * (2 * seq + 2 * keys)

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import Group, collective_s
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
-
-JITTER: Final = 4.0
-"""How sharply the slower of host and device wins."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +47,12 @@ class Cost:
             self.communication * count, round(self.kernels * count),
         )  # fmt: skip
 
-    def seconds(self, host_kernel_s: float) -> float:
+    def seconds(self, host_kernel_s: float, sharpness: float) -> float:
         """The device works behind the host, or waits for it; where both take as long, each waits for
-        the other now and then."""
-        host_s = self.kernels * host_kernel_s
-        return float((self.device_s**JITTER + host_s**JITTER) ** (1.0 / JITTER))
+        the other now and then, the less so the sharper."""
+        longer = max(self.device_s, host_s := self.kernels * host_kernel_s)
+        ratio = min(self.device_s, host_s) / longer if longer > 0 else 0.0
+        return float(longer * (1.0 + ratio**sharpness) ** (1.0 / sharpness))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from functools import lru_cache
 
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import element_bytes
+from ridgeline.plan.own import is_half, own_activations, own_logits
 from ridgeline.plan.schedule import play
-from ridgeline.plan.time import parameters_of
+from ridgeline.plan.time import OWN, parameters_of
 
 GIB = float(2**30)
 
@@ -42,7 +43,7 @@ class StepMemory:
 
     @property
     def held(self) -> float:
-        """Between steps."""
+        """All but what a step's own work needs."""
         return self.weights + self.gradients + self.optimizer + self.buffers
 
     @property
@@ -115,8 +116,75 @@ def in_flight(
     return played.in_flight
 
 
+def _own_memory(job: Job, rank: int) -> StepMemory:
+    """What this library holds: the larger of two moments, the loss (where autocast still has its casts
+    of all weights) and its backward, or the end of backward, where all gradients are there."""
+    model, part = job.model, job.part
+    count, shards = float(parameters_of(job, rank)), job.sharers
+    half = is_half(job.zero, job.precision)
+    casts = element_bytes(job.precision) == 2 and not half
+    layers = sum(job.layers_of(rank))
+    head = model.head_parameters(job.tp) if rank == job.pp - 1 else 0
+    products = float(layers * model.layer_matrices(job.tp) + head)
+    accumulates = job.microbatches > 1
+    if job.zero == 3:
+        weights, gradients = 4.0 * count / shards, 0.0
+        optimizer = 8.0 * count / shards
+    elif half:
+        weights, optimizer = 2.0 * count, 12.0 * count / shards
+        gradients = 2.0 * count if job.zero == 1 else 0.0
+    else:
+        weights, optimizer = 4.0 * count, 8.0 * count / (shards if job.zero else 1)
+        gradients = 4.0 * count if accumulates else 0.0
+    everything, selective, full = own_activations(model, part, half)
+    kept = {"none": everything, "selective": selective, "full": full}[job.recompute]
+    flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
+    activations = kept * layers / job.virtual * flight
+    n = part.samples * model.seq / part.cp * model.hidden / (job.tp if job.sp else 1)
+    loss, loss_back = own_logits(model, part, job.zero) if rank == job.pp - 1 else (0.0, 0.0)
+    end = 6.0 * n if rank == job.pp - 1 else 0.0
+    cached = 2.0 * products if casts and job.recompute != "selective" else 0.0
+    saved = 2.0 * (products if job.recompute == "none" else head) if casts else 0.0
+    if job.pp > 1:
+        saved = cached
+    if job.zero == 3:
+        # The root's own weights stay gathered: embedding and head.
+        saved = 2.0 * (model.embedding_parameters(job.tp) * (rank == 0) + head)
+        if model.tied and job.pp == 1:
+            saved /= 2.0
+    received = 0.0
+    if job.pp > 1:
+        # A place for what each microbatch receives, and what was sent until it is used.
+        wide = 2.0 if half else 4.0
+        received = wide * n * job.microbatches
+        activations += wide * n * flight
+    again = everything if job.recompute != "none" else 0.0
+    last_gradients = 0.0 if half or accumulates else 4.0 * count
+    layer = 2.0 * model.layer_matrices(job.tp)
+    moments = (
+        (activations, loss + end, cached),
+        (activations, loss_back + end, saved),
+        (kept, 0.0, last_gradients + again + everything / 2 + 3 * layer),
+    )
+    kept_then, logits, working = max(moments, key=sum)
+    temporary = kept_then + logits + working
+    return StepMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept_then,
+        logits=logits,
+        working=working,
+        buffers=job.machine.device.workspace_bytes + 12e6 + received,
+        rounding=0.5 * loss_back + 0.05 * (temporary - logits),
+        context=job.machine.device.context_bytes + (1.5e9 if job.devices > 1 else 0.0),
+    )
+
+
 def stage_memory(job: Job, rank: int) -> StepMemory:
     """Memory of one stage's rank."""
+    if job.software.name == OWN:
+        return _own_memory(job, rank)
     model, software = job.model, job.software
     count = float(parameters_of(job, rank))
     shards = job.sharers

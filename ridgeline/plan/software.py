@@ -63,6 +63,8 @@ class Software:
     """What a layer keeps compared with the products' own inputs."""
     fragmentation: float = 0.05
     """What the allocator holds beyond what is allocated, as a share of what comes and goes."""
+    sharpness: float = 4.0
+    """How sharply the slower of host and device wins; low where the host often waits for the device."""
     host_share: float = 1.0
     """Host time of a kernel compared with Megatron's of 2021."""
 
@@ -98,7 +100,11 @@ TORCHTITAN: Final = replace(FSDP, name="torchtitan", selective_products=0.5)
 """Its selective recompute keeps every other product, or recomputes every other layer."""
 LLM_FOUNDRY: Final = replace(FSDP, name="llm-foundry", flash_share=0.6)
 """Attention is the Triton kernel of 2023, on A100 and H100 alike."""
-RIDGELINE: Final = replace(FSDP, name="ridgeline", reduce_bytes=2)
+RIDGELINE: Final = replace(
+    FSDP, name="ridgeline", reduce_bytes=2, host_share=1.0, optimizer_bytes_moved=45.0,
+    sharpness=10.0,
+)  # fmt: skip
+"""This library; `own.py` has its kernels."""
 
 SOFTWARE: Final = {
     s.name: s

@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost, LayerCost, end_cost, layer_cost
 from ridgeline.plan.network import Group, collective_s, flat_ring_s, group_of, point_to_point_s
+from ridgeline.plan.own import is_half, own_ends, own_layer, own_recompute
 from ridgeline.plan.schedule import play
+
+OWN: Final = "ridgeline"
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class _Stage:
 
 def recompute_cost(job: Job, layer: LayerCost) -> Cost:
     """What backward does again of a layer."""
+    if job.software.name == OWN:
+        return own_recompute(job.recompute, layer)
     if job.recompute == "full":
         return layer.forward
     if job.recompute == "selective":
@@ -69,8 +75,13 @@ def recompute_cost(job: Job, layer: LayerCost) -> Cost:
 def stage_costs(job: Job, rank: int) -> _Stage:
     """Forward and backward of one microbatch on one stage."""
     group = job.tp_group()
-    layer = layer_cost(job.machine, job.model, job.part, job.software, group)
-    ends = end_cost(job.machine, job.model, job.part, job.software, group)
+    if job.software.name == OWN and not job.software.compiled:
+        half = is_half(job.zero, job.precision)
+        layer = own_layer(job.machine, job.model, job.part, half, job.zero == 3, group)
+        ends = own_ends(job.machine, job.model, job.part, half, group)
+    else:
+        layer = layer_cost(job.machine, job.model, job.part, job.software, group)
+        ends = end_cost(job.machine, job.model, job.part, job.software, group)
     again = recompute_cost(job, layer)
     forward, backward = [], []
     layers = job.layers_of(rank)
@@ -114,8 +125,9 @@ def predict_time(job: Job) -> StepTime:
     machine = job.machine
     host_s = machine.device.host_kernel_s * job.software.host_share
     stages = [stage_costs(job, rank) for rank in range(job.pp)]
-    forward = [[c.seconds(host_s) for c in stage.forward] for stage in stages]
-    backward = [[c.seconds(host_s) for c in stage.backward] for stage in stages]
+    sharp = job.software.sharpness
+    forward = [[c.seconds(host_s, sharp) for c in stage.forward] for stage in stages]
+    backward = [[c.seconds(host_s, sharp) for c in stage.backward] for stage in stages]
     gathers = 0.0
     if job.zero == 3:
         extra_f, extra_b = _zero3_extra(job, forward[0][0], backward[0][0])
@@ -222,6 +234,17 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
         tied = 2.0 * job.model.head_parameters(job.tp, job.vocab_multiple)
         seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
     return _exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds
+
+
+def rank_alone_s(job: Job, rank: int = 0) -> float:
+    """A step of one rank that waits for nobody and sends nothing: what a fake process group shows."""
+    host_s = job.machine.device.host_kernel_s * job.software.host_share
+    stage = stage_costs(job, rank)
+    work = sum(
+        replace(cost, communication=0.0).seconds(host_s, job.software.sharpness)
+        for cost in (*stage.forward, *stage.backward)
+    )
+    return job.microbatches * work + _optimizer_s(job, rank) + job.machine.step_s
 
 
 def _optimizer_s(job: Job, rank: int) -> float:

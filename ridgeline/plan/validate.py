@@ -166,8 +166,9 @@ def _summary(name: str, what: str, pairs: list[tuple[str, float]]) -> Summary:
 
 
 def calibrate(rows: Sequence[Row], names: Sequence[str] = tuple(BOUNDS)) -> dict[str, float]:
-    """Parameters that fit at most 15 rows best, each within its bounds: a coordinate search from the
-    shipped values, on the mean absolute error of time with a light pull towards where it started."""
+    """Factors on the machines' parameters that fit at most 15 rows best, each parameter within its
+    bounds: a coordinate search from the shipped values, on the error of time with a light pull towards
+    where it started."""
     if len(rows) > MAX_CALIBRATION_ROWS:
         raise UsageError(
             f"{len(rows)} rows in --calibrate are more than the {MAX_CALIBRATION_ROWS} that are allowed; "
@@ -183,17 +184,18 @@ def calibrate(rows: Sequence[Row], names: Sequence[str] = tuple(BOUNDS)) -> dict
             reads.append(read)
     if not reads:
         raise UsageError("no row in --calibrate has a time that can be predicted; choose others")
-    start = {name: _get(reads[0].job.machine, name) for name in names}
+    machines = list(dict.fromkeys(read.job.machine for read in reads))
     factors = dict.fromkeys(names, 1.0)
-    best, steps = _loss(reads, start, factors), dict.fromkeys(names, 0.16)
+    best, steps = _loss(reads, factors), dict.fromkeys(names, 0.16)
     for _ in range(14):
         for name in names:
+            low, high = BOUNDS[name]
             for sign in (1.0, -1.0):
-                tried = {**factors, name: factors[name] * (1.0 + sign * steps[name])}
-                low, high = BOUNDS[name]
-                if not low <= start[name] * tried[name] <= high:
+                factor = factors[name] * (1.0 + sign * steps[name])
+                if not all(low <= _get(machine, name) * factor <= high for machine in machines):
                     continue
-                loss = _loss(reads, start, tried)
+                tried = {**factors, name: factor}
+                loss = _loss(reads, tried)
                 if loss < best - 1e-6:
                     best, factors = loss, tried
                     steps[name] *= 1.3
@@ -202,7 +204,7 @@ def calibrate(rows: Sequence[Row], names: Sequence[str] = tuple(BOUNDS)) -> dict
                 steps[name] /= 2.0
         if max(steps.values()) < 0.005:
             break
-    return {name: start[name] * factors[name] for name in names}
+    return factors
 
 
 def _measured_s(read: ReadRow) -> float | None:
@@ -217,8 +219,8 @@ def _measured_s(read: ReadRow) -> float | None:
     return None
 
 
-def _loss(reads: list[ReadRow], start: dict[str, float], factors: dict[str, float]) -> float:
-    change = changed({name: start[name] * factor for name, factor in factors.items()})
+def _loss(reads: list[ReadRow], factors: dict[str, float]) -> float:
+    change = changed(factors)
     clear_caches()
     errors = []
     for read in reads:
@@ -227,13 +229,21 @@ def _loss(reads: list[ReadRow], start: dict[str, float], factors: dict[str, floa
         assert was is not None
         errors.append(abs(predict_time(job).seconds / was - 1.0))
     pull = sum(abs(factor - 1.0) for factor in factors.values()) / len(factors)
-    # The mean, with the worse half counted again: one wild row should not bend the rest.
-    return statistics.fmean(errors) + 0.3 * statistics.median(errors) + 0.01 * pull
+    # The mean and the median: one wild row should not bend the rest.
+    return statistics.fmean(errors) + 0.3 * statistics.median(errors) + 0.02 * pull
 
 
-def changed(values: dict[str, float]) -> Change:
-    """A change of machines that sets these parameters."""
-    return lambda machine: machine.replace(**values)
+def changed(factors: dict[str, float]) -> Change:
+    """A change of machines that multiplies these parameters, each kept within its bounds."""
+
+    def change(machine: Machine) -> Machine:
+        values = {}
+        for name, factor in factors.items():
+            low, high = BOUNDS[name]
+            values[name] = min(max(_get(machine, name) * factor, low), high)
+        return machine.replace(**values)
+
+    return change
 
 
 def clear_caches() -> None:
