@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.network import Group, collective_s
+from ridgeline.plan.network import Group, collective_s, ring_attention_s
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
 
@@ -129,6 +129,11 @@ def layer_cost(
         # Beside the weight gradients of the two column-split products.
         room = weight_gradients[0] + weight_gradients[2]
         backward_comm += max(0.0, hidden - room) + machine.overlap_cost * min(hidden, room)
+    if part.cp > 1:
+        kv = 2 * size * tokens * model.kv_width / t
+        ring = (machine, kv, part.cp, t)
+        forward_comm += ring_attention_s(*ring, core_forward.attention)
+        backward_comm += 2 * ring_attention_s(*ring, core_backward.attention / 2)
     collectives = 2 if t > 1 else 0
     forward = Cost(
         forward_products, core_forward.attention, elementwise, forward_comm,

@@ -96,3 +96,14 @@ def flat_ring_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> 
     passes, n = PASSES[kind], group.size
     own = machine.inter.bandwidth / machine.devices_per_node * machine.inter.efficiency
     return passes * num_bytes * (n - 1) / n / own + _start_s(machine.inter, passes, group.nodes)
+
+
+def ring_attention_s(
+    machine: Machine, kv_bytes: float, cp: int, tp: int, attention_s: float
+) -> float:
+    """Keys and values going around `cp` ranks while blocks are computed: what is not hidden."""
+    if cp == 1:
+        return 0.0
+    step = point_to_point_s(machine, kv_bytes, cp * tp > machine.devices_per_node)
+    exposed = max(0.0, step - attention_s / cp) * (cp - 1)
+    return exposed + machine.overlap_cost * min(step, attention_s / cp) * (cp - 1)

@@ -15,7 +15,7 @@ from typing import Final
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.layer import Cost, EndCost, LayerCost, Slice
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.network import Group, collective_s
+from ridgeline.plan.network import Group, collective_s, ring_attention_s
 from ridgeline.plan.transformer import Transformer
 
 UPCAST: Final = 2.1
@@ -97,14 +97,19 @@ def own_layer(
             comm = comm_back = 2 * (gather + scatter)
         else:
             comm = comm_back = 2 * collective_s(machine, "all_reduce", low * n, tp_group)
+    attend, attend_back = flash_s(*attention, False), flash_s(*attention, True)
+    if part.cp > 1:
+        ring = (machine, 2 * low * tokens * kv, part.cp, t)
+        comm += ring_attention_s(*ring, attend)
+        comm_back += 2 * ring_attention_s(*ring, attend_back / 2)
     factor = (DTENSOR + (1.4 if part.sp else 0.0)) if t > 1 else 1.0
     forward = Cost(
-        forward_products, flash_s(*attention, False),
+        forward_products, attend,
         moved_s(device, forward_moved, FORWARD_KERNELS - 8), comm,
         round(factor * FORWARD_KERNELS),
     )  # fmt: skip
     backward = Cost(
-        backward_products, flash_s(*attention, True),
+        backward_products, attend_back,
         moved_s(device, back, BACKWARD_KERNELS - 16), comm_back,
         round(factor * BACKWARD_KERNELS),
     )  # fmt: skip

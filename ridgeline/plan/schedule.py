@@ -114,7 +114,7 @@ def _play(
     w: Times | None, blocking: bool, group: int,
 ) -> Played:  # fmt: skip
     stages, chunks = len(f), len(f[0])
-    long_run = 4 * stages if chunks == 1 else 3 * stages
+    long_run = 3 * stages
     if microbatches <= long_run + stages or schedule == "gpipe" or group > stages:
         return _events(schedule, microbatches, f, b, send, w, blocking, group)
     rest = microbatches % stages

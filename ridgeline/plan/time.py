@@ -97,6 +97,19 @@ def stage_costs(job: Job, rank: int) -> _Stage:
     return _Stage(forward, backward)
 
 
+def _stages(job: Job) -> list[_Stage]:
+    """All stages; those in the middle with as many layers are alike."""
+    known: dict[tuple[int, ...], _Stage] = {}
+    stages = []
+    for rank in range(job.pp):
+        edge = 0 if rank == 0 else 2 if rank == job.pp - 1 else 1
+        key = (edge, *job.layers_of(rank))
+        if key not in known:
+            known[key] = stage_costs(job, rank)
+        stages.append(known[key])
+    return stages
+
+
 def _gradient_sum(job: Job, layers: int) -> Cost:
     """Adding a microbatch's weight gradients to those before it."""
     if job.software.fused_gradient_sum:
@@ -124,16 +137,22 @@ def predict_time(job: Job) -> StepTime:
     """Seconds of a step."""
     machine = job.machine
     host_s = machine.device.host_kernel_s * job.software.host_share
-    stages = [stage_costs(job, rank) for rank in range(job.pp)]
+    stages = _stages(job)
     sharp = job.software.sharpness
     forward = [[c.seconds(host_s, sharp) for c in stage.forward] for stage in stages]
     backward = [[c.seconds(host_s, sharp) for c in stage.backward] for stage in stages]
-    gathers = 0.0
-    if job.zero == 3:
-        extra_f, extra_b = _zero3_extra(job, forward[0][0], backward[0][0])
-        forward[0][0] += extra_f
-        backward[0][0] += extra_b
-        gathers = (extra_f + extra_b) * job.microbatches
+    gathers = [0.0] * job.pp
+    for rank in range(job.pp) if _reduces_each(job) else ():
+        for chunk, layers in enumerate(job.layers_of(rank)):
+            count = layers * job.model.layer_parameters(job.tp)
+            if chunk == 0 and rank in (0, job.pp - 1):
+                count += parameters_of(job, rank) - sum(job.layers_of(rank)) * (
+                    job.model.layer_parameters(job.tp)
+                )
+            f, b = _sharded_extra(job, count, forward[rank][chunk], backward[rank][chunk])
+            forward[rank][chunk] += f
+            backward[rank][chunk] += b
+            gathers[rank] += (f + b) * job.microbatches
     pipeline = _pipeline_s(job, forward, backward)
     sums = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
     busiest = max(range(job.pp), key=sums.__getitem__)
@@ -151,13 +170,36 @@ def predict_time(job: Job) -> StepTime:
         attention=total.attention,
         elementwise=total.elementwise,
         tensor_parallel=total.communication,
-        host=busy - gathers - total.device_s,
-        gathers=gathers,
+        host=busy - gathers[busiest] - total.device_s,
+        gathers=gathers[busiest],
         bubble=pipeline - busy,
         gradients=reduction,
         optimizer=max(_optimizer_s(job, rank) for rank in {0, job.pp - 1}),
         other=machine.step_s,
     )
+
+
+def lower_bound_s(job: Job) -> float:
+    """What no schedule can beat: a stage's own work, and the way there and back through the stages
+    before it. Without gathers, sends, or reductions."""
+    host_s = job.machine.device.host_kernel_s * job.software.host_share
+    sharp = job.software.sharpness
+    best, before = 0.0, 0.0
+    known: dict[tuple[int, ...], tuple[float, float]] = {}
+    for rank in range(job.pp):
+        edge = 0 if rank == 0 else 2 if rank == job.pp - 1 else 1
+        key = (edge, *job.layers_of(rank))
+        if key not in known:
+            stage = stage_costs(job, rank)
+            costs = (*stage.forward, *stage.backward)
+            first = stage.forward[0].seconds(host_s, sharp) + stage.backward[0].seconds(
+                host_s, sharp
+            )
+            known[key] = (sum(c.seconds(host_s, sharp) for c in costs), first)
+        work, first = known[key]
+        best = max(best, job.microbatches * work + before)
+        before += 0.0 if job.schedule == "zerobubble" else first
+    return best + _optimizer_s(job, 0) + job.machine.step_s
 
 
 def _pipeline_s(job: Job, forward: list[list[float]], backward: list[list[float]]) -> float:
@@ -190,20 +232,27 @@ def send_s(job: Job, rank: int) -> float:
     return point_to_point_s(job.machine, num_bytes, crosses)
 
 
-def _zero3_extra(job: Job, forward_s: float, backward_s: float) -> tuple[float, float]:
-    """Time that gathering weights and scattering gradients adds to a microbatch."""
+def _reduces_each(job: Job) -> bool:
+    """Whether every microbatch gathers weights or reduces gradients."""
+    if job.dp * job.cp == 1:
+        return False
+    return job.zero == 3 or (job.zero == 2 and job.software.name == OWN)
+
+
+def _sharded_extra(
+    job: Job, count: float, forward_s: float, backward_s: float
+) -> tuple[float, float]:
+    """Time that gathering weights and scattering gradients adds to a microbatch of some layers."""
     group = job.dp_group()
     if job.shard:
         group = group_of(job.machine, job.shard, job.tp)
-    count = parameters_of(job, 0)
     ring = flat_ring_s if job.software.flat_zero else collective_s
-    gather = ring(job.machine, "all_gather", 2.0 * count, group)
     kind = "all_reduce" if job.software.zero_sums_whole else "reduce_scatter"
     reduce = ring(job.machine, kind, float(job.software.reduce_bytes) * count, group)
-    return (
-        _exposed(job, gather, forward_s),
-        _exposed(job, gather + reduce, backward_s),
-    )
+    gather = 0.0
+    if job.zero == 3:
+        gather = ring(job.machine, "all_gather", 2.0 * count, group)
+    return (_exposed(job, gather, forward_s), _exposed(job, gather + reduce, backward_s))
 
 
 def _exposed(job: Job, communication: float, room: float) -> float:
@@ -226,8 +275,10 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
         )
     elif job.zero:
         # Every rank gets the sum of its part, and sends its new weights to the others.
-        seconds = collective_s(machine, "reduce_scatter", job.software.reduce_bytes * count, group)
-        seconds += collective_s(machine, "all_gather", 2.0 * count, group)
+        seconds = collective_s(machine, "all_gather", 2.0 * count, group)
+        if not _reduces_each(job):
+            wire = job.software.reduce_bytes * count
+            seconds += collective_s(machine, "reduce_scatter", wire, group)
     else:
         seconds = collective_s(machine, "all_reduce", job.software.reduce_bytes * count, group)
     if job.model.tied and job.pp > 1 and rank in (0, job.pp - 1):
