@@ -113,7 +113,7 @@ def _play(
     schedule: str, microbatches: int, f: Times, b: Times, send: tuple[float, ...],
     w: Times | None, blocking: bool, group: int,
 ) -> Played:  # fmt: skip
-    stages, chunks = len(f), len(f[0])
+    stages = len(f)
     long_run = 3 * stages
     if microbatches <= long_run + stages or schedule == "gpipe" or group > stages:
         return _events(schedule, microbatches, f, b, send, w, blocking, group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ridgeline.layout import Layout, check_available, check_layout
 from ridgeline.plan.job import Job, job_from_layout
@@ -103,7 +104,7 @@ def _of_sizes(
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
             for recompute in ("none", "selective", "full"):
                 for sp in (True, False) if tp > 1 else (False,):
-                    base = {
+                    base: dict[str, Any] = {
                         "dp": dp, "tp": tp, "cp": cp, "pp": pp, "zero": zero, "sp": sp,
                         "recompute": recompute, "precision": precision,
                     }  # fmt: skip
