@@ -150,10 +150,9 @@ def _changed(machine: Machine, changes: list[str]) -> Machine:
 def _explain(text: str, model: Transformer, machine: Machine, devices: int, batch: int) -> None:
     from ridgeline.layout import Layout, require_layout
     from ridgeline.plan.job import job_from_layout
-    from ridgeline.plan.memory import predict_memory
+    from ridgeline.plan.predict import predict
     from ridgeline.plan.search import Planned
     from ridgeline.plan.show import explain
-    from ridgeline.plan.time import predict_time
 
     layout = Layout.parse_for(text, devices, "--explain")
     require_layout(layout, "--explain")
@@ -169,8 +168,8 @@ def _explain(text: str, model: Transformer, machine: Machine, devices: int, batc
             f"{model.layers} layers of {model.name}; use pp={model.layers} or less"
         )
     job = job_from_layout(model, machine, layout, batch)
-    planned = Planned(layout, job, predict_time(job), predict_memory(job))
-    for line in explain(planned):
+    predicted = predict(job)
+    for line in explain(Planned(layout, job, predicted.time, predicted.memory)):
         typer.echo(line)
 
 

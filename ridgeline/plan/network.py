@@ -15,6 +15,12 @@ PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_a
 """How often each byte goes around a ring."""
 
 
+PARTIAL = 0.3
+"""What rings that have some but not all devices of a node get of their share of its NICs: such a ring
+comes in by one NIC and goes out by another, so each works one way only, and the node's rings, started
+together, choose theirs without regard to each other."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks that communicate together."""
@@ -58,13 +64,15 @@ def ring_bandwidth(machine: Machine, group: Group) -> float:
         return inside
     share = group.per_node / machine.devices_per_node
     across = machine.inter.bandwidth * machine.inter.efficiency * share
+    if 1 < group.per_node < machine.devices_per_node:
+        across *= PARTIAL
     return min(inside, across) if group.per_node > 1 else across
 
 
 def _hierarchical_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
     """Inside the node, then each device with its peers of the other nodes, then inside again."""
-    if group.per_node == 1 or group.size % group.per_node:
-        return float("inf")
+    if group.per_node < machine.devices_per_node or group.size % group.per_node:
+        return float("inf")  # libraries build this for whole nodes only
     inner, outer = Group(group.per_node, group.per_node), Group(group.nodes, 1)
     across = collective_s(machine, kind, num_bytes / group.per_node, outer)
     if kind == "all_reduce":

@@ -16,8 +16,9 @@ from ridgeline.layout import Layout, check_available, check_layout
 from ridgeline.plan.job import Job, job_from_layout
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import StepMemory, fits, predict_memory
+from ridgeline.plan.predict import predict
 from ridgeline.plan.software import RIDGELINE, Software
-from ridgeline.plan.time import StepTime, lower_bound_s, parameters_of, predict_time
+from ridgeline.plan.time import StepTime, lower_bound_s, parameters_of
 from ridgeline.plan.transformer import Transformer
 
 ORDERS = ("time", "memory", "cost")
@@ -174,7 +175,7 @@ def search(
         candidates.append((lower_bound_s(job), looked_at, layout, job, memory))
     if by == "memory":
         chosen = heapq.nsmallest(top, candidates, key=lambda c: c[4].device)
-        best = [Planned(c[2], c[3], predict_time(c[3]), c[4]) for c in chosen]
+        best = [Planned(c[2], c[3], predict(c[3], c[4]).time, c[4]) for c in chosen]
         return Found(best, looked_at, too_large, len(best), closest if not best else None)
     candidates.sort(key=lambda c: (c[0], c[1]))
     found: list[Planned] = []
@@ -182,7 +183,7 @@ def search(
     for bound, _, layout, job, memory in candidates:
         if len(found) >= top and bound >= found[top - 1].seconds:
             break
-        found.append(Planned(layout, job, predict_time(job), memory))
+        found.append(Planned(layout, job, predict(job, memory).time, memory))
         found.sort(key=lambda p: p.seconds)
         played += 1
     return Found(found[:top], looked_at, too_large, played, closest if not found else None)

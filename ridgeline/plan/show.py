@@ -24,6 +24,7 @@ TIME_PARTS = {
     "gradients": "reducing gradients",
     "optimizer": "optimizer",
     "other": "once a step",
+    "pressure": "nearly full memory",
 }
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working", "buffers",
                 "rounding", "context")  # fmt: skip

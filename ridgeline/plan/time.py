@@ -37,12 +37,15 @@ class StepTime:
     """Exposed reduction of gradients over replicas."""
     optimizer: float
     other: float
+    pressure: float = 0.0
+    """What a device that is nearly full loses."""
 
     @property
     def seconds(self) -> float:
         return (
             self.products + self.attention + self.elementwise + self.tensor_parallel + self.host
             + self.gathers + self.bubble + self.gradients + self.optimizer + self.other
+            + self.pressure
         )  # fmt: skip
 
 

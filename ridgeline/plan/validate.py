@@ -16,9 +16,9 @@ from ridgeline.errors import UsageError
 from ridgeline.plan import kernels, layer, schedule
 from ridgeline.plan.job import Job
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.memory import GIB, fits, predict_memory, stage_memory
+from ridgeline.plan.memory import GIB, fits, stage_memory
+from ridgeline.plan.predict import predict
 from ridgeline.plan.rows import ReadRow, Row, Unreadable, read_row
-from ridgeline.plan.time import predict_time
 
 MAX_CALIBRATION_ROWS: Final = 15
 
@@ -74,7 +74,8 @@ def check_row(row: Row, index: int, change: Change | None = None) -> Checked:
 
 def _check(read: ReadRow) -> Checked:
     job, measured = read.job, read.measured
-    seconds = predict_time(job).seconds
+    predicted = predict(job)
+    seconds = predicted.seconds
     tokens = job.tokens / seconds / job.devices
     flops = job.model.step_flops(job.tokens, measured.flops_kind)
     tflops = flops / seconds / job.devices / 1e12
@@ -98,10 +99,10 @@ def _check(read: ReadRow) -> Checked:
     memory_error, false_fit = None, False
     if measured.memory_bytes is not None or measured.out_of_memory:
         last = measured.memory_rank == "last"
-        memory = stage_memory(job, job.pp - 1) if last else predict_memory(job)
+        memory = stage_memory(job, job.pp - 1) if last else predicted.memory
         said = float(getattr(memory, measured.memory_kind))
         values["predicted_mem_gib"] = said / GIB
-        values["predicted_fits"] = fits(job, predict_memory(job))
+        values["predicted_fits"] = fits(job, predicted.memory)
         if measured.memory_bytes is not None:
             found["mem_gib"] = measured.memory_bytes / GIB
             memory_error = said / measured.memory_bytes - 1.0
@@ -227,7 +228,7 @@ def _loss(reads: list[ReadRow], factors: dict[str, float]) -> float:
         job: Job = read.job.replace(machine=change(read.job.machine))
         was = _measured_s(read)
         assert was is not None
-        errors.append(abs(predict_time(job).seconds / was - 1.0))
+        errors.append(abs(predict(job).seconds / was - 1.0))
     pull = sum(abs(factor - 1.0) for factor in factors.values()) / len(factors)
     # The mean and the median: one wild row should not bend the rest.
     return statistics.fmean(errors) + 0.3 * statistics.median(errors) + 0.02 * pull

@@ -33,10 +33,10 @@ def checked() -> list[Checked]:
 @pytest.mark.parametrize(
     ("name", "rows", "bound"),
     [
-        ("megatron_sc21_table1", 10, 6.0),
-        ("megatron_ptd_vs_zero3", 12, 6.0),
-        ("korthikanti_table5", 8, 3.0),
-        ("vtrain_multi", 49, 8.0),
+        ("megatron_sc21_table1", 10, 5.5),
+        ("megatron_ptd_vs_zero3", 12, 5.0),
+        ("korthikanti_table5", 8, 2.5),
+        ("vtrain_multi", 49, 7.0),
         ("vtrain_single", 61, 10.0),
     ],
 )
@@ -92,3 +92,17 @@ def test_own_runs_on_one_h200() -> None:
     assert statistics.fmean(map(abs, memory_errors)) <= 0.01
     assert max(map(abs, memory_errors)) <= 0.05
     assert statistics.fmean(map(abs, time_errors)) <= 0.05
+
+
+def test_choice_within_two_per_cent_of_the_best_measured(checked: list[Checked]) -> None:
+    """Of every model in vTrain's multi-node runs, the layout predicted to be fastest is nearly so."""
+    rows = {row["id"]: row for row in load_rows(HERE / "plan" / "rows.json")}
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for c in checked:
+        if c.set == "vtrain_multi":
+            pair = (c.values["predicted_s"], c.values["measured"]["iter_s"])
+            groups.setdefault(rows[c.id]["model"]["name"], []).append(pair)
+    assert len(groups) == 4
+    for pairs in groups.values():
+        picked = min(pairs)[1]
+        assert picked <= 1.02 * min(measured for _, measured in pairs)

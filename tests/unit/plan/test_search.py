@@ -11,6 +11,7 @@ from ridgeline.plan.job import job_from_layout
 from ridgeline.plan.known import find_model
 from ridgeline.plan.machine import load_machine
 from ridgeline.plan.memory import fits, predict_memory
+from ridgeline.plan.predict import predict
 from ridgeline.plan.search import layouts, scale, search
 from ridgeline.plan.time import lower_bound_s, predict_time
 
@@ -28,13 +29,13 @@ def test_only_layouts_that_compose_and_use_every_device() -> None:
 
 
 def test_pruning_loses_nothing() -> None:
-    model, batch = find_model("350m", 1024), 64
-    found = search(model, H200, 16, batch, top=3)
+    model, batch = find_model("350m", 1024), 32
+    found = search(model, H200, 8, batch, top=3)
     every = []
-    for layout, _ in layouts(model, H200, 16, batch, "bf16"):
+    for layout, _ in layouts(model, H200, 8, batch, "bf16"):
         job = job_from_layout(model, H200, layout, batch)
         if fits(job, predict_memory(job)):
-            every.append(predict_time(job).seconds)
+            every.append(predict(job).seconds)
     assert [p.seconds for p in found.best] == pytest.approx(sorted(every)[:3])
     assert found.played < len(every)
 
@@ -42,7 +43,7 @@ def test_pruning_loses_nothing() -> None:
 def test_bounds_are_bounds() -> None:
     model = find_model("llama3-8b")
     for index, (layout, _) in enumerate(layouts(model, H200, 32, 128, "bf16")):
-        if index % 23 == 0:
+        if index % 97 == 0:
             job = job_from_layout(model, H200, layout, 128)
             assert lower_bound_s(job) <= predict_time(job).seconds * (1 + 1e-9), str(layout)
 
