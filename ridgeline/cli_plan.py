@@ -46,7 +46,11 @@ def plan() -> None:
 def best(
     model: Annotated[str, typer.Argument(help="A model's name, or a recipe of a Llama.")],
     machine: Annotated[
-        str, typer.Option("--machine", help="A machine's name, or a YAML file of its facts.")
+        str,
+        typer.Option(
+            "--machine",
+            help="A machine's name, a YAML file of its facts, or measured rates as JSON.",
+        ),
     ],
     nodes: Annotated[int, typer.Option("-N", "--nodes", min=1, help="Nodes.")] = 1,
     batch: Annotated[
@@ -86,7 +90,13 @@ def best(
     if by not in ORDERS:
         raise UsageError(f"--by {by} is none of {', '.join(ORDERS)}")
     sizes, own_batch = _model(model, seq)
-    place = load_machine(machine).replace(price_per_device_hour=price)
+    if machine.endswith(".json"):
+        from ridgeline.plan.measured import load_measured
+
+        place = load_measured(Path(machine))
+    else:
+        place = load_machine(machine)
+    place = place.replace(price_per_device_hour=price)
     place = _changed(place, what_if or [])
     batch = batch or own_batch
     devices = nodes * place.devices_per_node

@@ -52,7 +52,7 @@ class Device:
     """What the driver takes before anything is allocated."""
 
     def __hash__(self) -> int:
-        return hash((self.name, self.num_sms, self.sustained_clock, self.gemm_efficiency))
+        return hash((self.name, self.num_sms, self.gemm_efficiency, self.tile_overhead))
 
 
 @dataclass(frozen=True)

@@ -311,25 +311,29 @@ def read_model(row: Row, software: Software) -> Transformer:
 
 
 _PROFILES: Final = (
-    # The first whose words are all in the row's hardware.
-    (("v100",), "summit"),
-    (("gb200",), "gb200"),
-    (("h100", "500w"), "h100-96g-500w"),
-    (("h200",), "h200"),
-    (("h100",), "h100"),
-    (("a100", "jean zay"), "jean-zay"),
-    (("a100", "40"), "a100-40g"),
-    (("a100",), "selene"),
+    # What the device is called, a word there or in the notes, and the profile; the first that fits.
+    ("v100", "", "summit"),
+    ("gb200", "", "gb200"),
+    ("h200", "", "h200"),
+    ("h100", "500w", "h100-96g-500w"),
+    ("h100", "", "h100"),
+    ("a100", "jean zay", "jean-zay"),
+    ("a100_40", "", "a100-40g"),
+    ("a100 40", "", "a100-40g"),
+    ("a100-sxm4-40", "", "a100-40g"),
+    ("a100", "", "selene"),
 )
 
 
 def read_machine(row: Row) -> Machine:
     """The shipped profile of the row's device, with the links that the row states."""
     hardware = row.get("hardware") or {}
-    words = f"{hardware.get('gpu')} {hardware.get('notes')}".lower()
     gpu = str(hardware.get("gpu") or "").lower()
-    for wanted, name in _PROFILES:
-        if all(word in (gpu if word in ("40",) else words) for word in wanted):
+    if not gpu:
+        gpu = _source(row).lower()  # test results carry the device in their name
+    place = str(hardware.get("notes") or "").lower()
+    for device, also, name in _PROFILES:
+        if device in gpu and (also in gpu or also in place):
             machine = load_machine(name)
             break
     else:

@@ -16,6 +16,7 @@ from ridgeline.layout import Layout
 from ridgeline.plan.job import job_from_layout
 from ridgeline.plan.known import model_of_recipe
 from ridgeline.plan.machine import load_machine
+from ridgeline.plan.measured import load_measured
 from ridgeline.plan.memory import fits, predict_memory, stage_memory
 from ridgeline.plan.rows import load_rows
 from ridgeline.plan.time import rank_alone_s
@@ -71,9 +72,10 @@ def _own_runs() -> list[dict[str, object]]:
     return runs
 
 
-def test_own_runs_on_one_h200() -> None:
+@pytest.mark.parametrize("measured", [False, True], ids=["profile", "measured"])
+def test_own_runs_on_one_h200(measured: bool) -> None:
     """Memory within 3 per cent on the mean and no false fit; time within 5."""
-    machine = load_machine("h200")
+    machine = load_measured(RUNS) if measured else load_machine("h200")
     memory_errors, time_errors = [], []
     for run in _own_runs():
         layout = Layout.parse(str(run["layout"]))
