@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import Group, collective_s, ring_attention_s
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
+
+SCORES: Final = 1.4
+"""How much longer softmax and dropout over stored scores take than their bytes would: two-byte elements,
+reductions and random numbers leave them at some six tenths of the memory's rate."""
+NARROW: Final = 1.2
+"""The same for the two products of attention, whose tiles are no deeper or wider than a head."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +199,13 @@ def _attention(
     else:  # scale, mask, softmax, each on its own
         softmax, kernels = 6.5 * scores, 4
     dropped = 2 * scores + mask if model.dropout else 0.0
-    forward = products + moved_s(device, softmax + dropped, kernels + 1)
+    forward = products * NARROW + moved_s(device, SCORES * (softmax + dropped), kernels + 1)
     back = 2 * (
         gemm_s(device, seq, width, seq, count, precision)
         + gemm_s(device, seq, seq, width, count, precision)
     )
     softmax_back = (3 if kernels == 1 else 7) * scores
-    backward = back + moved_s(device, softmax_back + dropped, kernels + 1)
+    backward = back * NARROW + moved_s(device, SCORES * (softmax_back + dropped), kernels + 1)
     return (
         Cost(attention=forward, kernels=3 + kernels),
         Cost(attention=backward, kernels=5 + kernels),

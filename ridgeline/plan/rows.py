@@ -222,7 +222,8 @@ def read_software(row: Row) -> Software:
     if framework == "Megatron-DeepSpeed" or "bigscience" in source:
         software = MEGATRON_DEEPSPEED
         if "fp32 grad" in str(layout.get("precision")):
-            software = replace(software, gradient_bytes=4, reduce_bytes=4)
+            # bf16 with float32 sums keeps the 16-bit gradients beside the sums.
+            software = replace(software, gradient_bytes=6, reduce_bytes=4)
         return software
     if "Korthikanti" in source or "seqsel" in source:
         return MEGATRON_2022

@@ -96,8 +96,9 @@ FSDP: Final = Software(
     rotary_passes=10.0,
 )  # fmt: skip
 """torch's fully_shard with bf16 arithmetic (torchtitan, llm-foundry)."""
-TORCHTITAN: Final = replace(FSDP, name="torchtitan", selective_products=0.5)
-"""Its selective recompute keeps every other product, or recomputes every other layer."""
+TORCHTITAN: Final = replace(FSDP, name="torchtitan", selective_products=0.5, element_passes=3.0)
+"""Its selective recompute keeps every other product, or recomputes every other layer; norms are written out
+in float32, several kernels each."""
 LLM_FOUNDRY: Final = replace(FSDP, name="llm-foundry", flash_share=0.6)
 """Attention is the Triton kernel of 2023, on A100 and H100 alike."""
 RIDGELINE: Final = replace(

@@ -34,11 +34,11 @@ def checked() -> list[Checked]:
 @pytest.mark.parametrize(
     ("name", "rows", "bound"),
     [
-        ("megatron_sc21_table1", 10, 5.5),
+        ("megatron_sc21_table1", 10, 3.5),
         ("megatron_ptd_vs_zero3", 12, 5.0),
         ("korthikanti_table5", 8, 2.5),
         ("vtrain_multi", 49, 7.0),
-        ("vtrain_single", 61, 10.0),
+        ("vtrain_single", 61, 11.0),
     ],
 )
 def test_times_of_published_rows(
