@@ -71,7 +71,8 @@ def ring_bandwidth(machine: Machine, group: Group) -> float:
 
 def _hierarchical_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
     """Inside the node, then each device with its peers of the other nodes, then inside again."""
-    if group.per_node < machine.devices_per_node or group.size % group.per_node:
+    whole = 1 < group.per_node == machine.devices_per_node
+    if not whole or group.size % group.per_node:
         return float("inf")  # libraries build this for whole nodes only
     inner, outer = Group(group.per_node, group.per_node), Group(group.nodes, 1)
     across = collective_s(machine, kind, num_bytes / group.per_node, outer)

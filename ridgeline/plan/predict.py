@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ridgeline.plan.job import Job
+from ridgeline.layout import Layout
+from ridgeline.plan.job import Job, job_from_layout
+from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import StepMemory, predict_memory
+from ridgeline.plan.software import RIDGELINE, Software
 from ridgeline.plan.time import StepTime, predict_time
+from ridgeline.plan.transformer import Transformer
 
 PRESSED: Final = 0.88
 """Share of the device from which the allocator has to give blocks back and ask for others."""
@@ -39,3 +43,10 @@ def predict(job: Job, memory: StepMemory | None = None) -> Prediction:
     if over > 0:
         time = replace(time, pressure=over * time.seconds)
     return Prediction(time, memory)
+
+
+def predict_layout(
+    model: Transformer, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE
+) -> Prediction:
+    """A step of a global batch in a layout."""
+    return predict(job_from_layout(model, machine, layout, batch, software))

@@ -91,10 +91,11 @@ def read_row(row: Row, index: int = 0) -> ReadRow:
     """The row as a job; raises `Unreadable` with the reason where it is none that we can express."""
     try:
         job = _read_job(row)
+        _require_positive(job)
         return ReadRow(
             str(row.get("id", f"row-{index}")), str(row.get("set", "")), job, read_measured(row)
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise Unreadable(f"a field is missing or is no number ({error})") from error
 
 
@@ -115,7 +116,8 @@ def _read_job(row: Row) -> Job:
         raise Unreadable(f"dp={stated} does not fit {devices} devices")
     samples, microbatches = _batches(row, dp)
     virtual = int(layout.get("vp") or 1)
-    if model.layers < pp * virtual:
+    # The embedding and the loss may have a place of their own.
+    if model.layers + 2 < pp * virtual:
         raise Unreadable(f"{model.layers} layers do not fill {pp * virtual} stages")
     args = layout.get("args") or {}
     if args.get("--use-megatron-fsdp"):
@@ -147,6 +149,25 @@ def _read_job(row: Row) -> Job:
         if "mega" in software.name
         else 1,
     )
+
+
+def _require_positive(job: Job) -> None:
+    """Numbers that nothing can be divided by, or into, are said to be wrong by name."""
+    model, machine = job.model, job.machine
+    numbers = {
+        "dp": job.dp, "tp": job.tp, "cp": job.cp, "pp": job.pp, "vp": job.virtual,
+        "microbatch": job.samples, "num_microbatches": job.microbatches, "layers": model.layers,
+        "hidden": model.hidden, "heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn,
+        "seq": model.seq, "vocab": model.vocab, "gpus_per_node": machine.devices_per_node,
+        "bandwidth": min(machine.inter.bandwidth, machine.intra.bandwidth),
+    }  # fmt: skip
+    for name, number in numbers.items():
+        if number <= 0:
+            raise Unreadable(f"{name} is {number:g}")
+    if model.heads < job.tp or model.hidden < model.heads or model.seq < job.cp:
+        raise Unreadable(
+            f"{model.heads} heads of a width of {model.hidden} do not split over tp={job.tp}"
+        )
 
 
 def _devices(row: Row) -> int:
@@ -315,6 +336,7 @@ _PROFILES: Final = (
     # What the device is called, a word there or in the notes, and the profile; the first that fits.
     ("v100", "", "summit"),
     ("gb200", "", "gb200"),
+    ("gb300", "", "gb300"),
     ("h200", "", "h200"),
     ("h100", "500w", "h100-96g-500w"),
     ("h100", "", "h100"),
@@ -389,4 +411,6 @@ def _flops_kind(row: Row) -> str:
         return "hardware"
     if "llm-foundry" in _source(row):
         return "6n"
+    if "Bridge" in _source(row):
+        return "model causal"  # attention counted as far as the mask lets it look
     return "model"

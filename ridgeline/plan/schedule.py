@@ -67,16 +67,21 @@ def _one_forward_one_backward(stages: int, rank: int, count: int, split: bool) -
 
 
 def _interleaved(stages: int, rank: int, count: int, chunks: int, group: int) -> list[Op]:
-    """Megatron's interleaving: groups of microbatches go through chunk after chunk; the last group may
-    be smaller."""
+    """Megatron's interleaving: groups of microbatches go through chunk after chunk. What does not
+    divide is spread over the groups, so that none is smaller than the pipeline is deep."""
     forwards: list[Op] = []
     backwards: list[Op] = []
-    for first in range(0, count, group):
-        members = range(first, min(first + group, count))
+    groups = max(count // group, 1)
+    base, rest = divmod(count, groups)
+    sizes = [base + (index < rest) for index in range(groups)]
+    first = 0
+    for size in sizes:
+        members = range(first, first + size)
         forwards += [("F", chunk, m) for chunk in range(chunks) for m in members]
         backwards += [("B", chunk, m) for chunk in reversed(range(chunks)) for m in members]
+        first += size
     total = len(forwards)
-    warm = min((stages - rank - 1) * 2 + (chunks - 1) * group, total)
+    warm = min((stages - rank - 1) * 2 + (chunks - 1) * max(sizes), total)
     ops = forwards[:warm]
     for step in range(total):
         if warm + step < total:

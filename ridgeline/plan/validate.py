@@ -89,8 +89,8 @@ def _check(read: ReadRow) -> Checked:
     found: dict[str, float | bool] = {}
     for key, was, said in (
         ("iter_s", measured.seconds, seconds),
-        ("tflops_per_gpu", measured.tflops, tflops),
         ("tokens_per_s_per_gpu", measured.tokens_per_s, tokens),
+        ("tflops_per_gpu", measured.tflops, tflops),
     ):
         if was is not None:
             found[key] = was

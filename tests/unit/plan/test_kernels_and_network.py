@@ -85,5 +85,11 @@ def test_nothing_is_sent_alone() -> None:
     assert ring_attention_s(SELENE, 1e6, 1, 1, 1e-3) == 0.0
 
 
+def test_nodes_of_one_device() -> None:
+    single = SELENE.replace(devices_per_node=1)
+    seconds = collective_s(single, "all_reduce", 1e9, group_of(single, 8, 1))
+    assert seconds > collective_s(SELENE, "all_reduce", 1e9, group_of(SELENE, 8, 1))
+
+
 def test_between_nodes_is_slower_than_inside() -> None:
     assert point_to_point_s(SELENE, 1e8, True) > 3 * point_to_point_s(SELENE, 1e8, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ def test_a_row_becomes_the_job_it_states() -> None:
         ("layout", "microbatch", None, "microbatch is not stated"),
         ("layout", "precision", "NVFP4", "not modelled"),
         ("layout", "tp", "many", "missing or is no number"),
+        ("layout", "args", 3, "missing or is no number"),
+        ("layout", "microbatch", -2, "microbatch is -2"),
+        ("hardware", "gpus_per_node", -1, "gpus_per_node is -1"),
+        ("model", "heads", -8, "heads"),
     ],
 )
 def test_what_cannot_be_expressed_is_said(where: str, key: str, value: Any, reason: str) -> None:
@@ -58,6 +63,19 @@ def test_what_cannot_be_expressed_is_said(where: str, key: str, value: Any, reas
         read_row(row)
     record = check_row(row, 0).values
     assert set(record) == {"id", "skipped"}
+
+
+def test_wild_rows_never_raise() -> None:
+    wild = random.Random(3)
+    values = (None, 0, 1, 3, 8, 64, -1, "x", True, [], {}, 0.5)
+    some = rows()
+    for _ in range(400):
+        row = copy.deepcopy(wild.choice(some))
+        for _ in range(wild.randint(1, 3)):
+            section = row[wild.choice(("model", "layout", "hardware", "measured"))]
+            section[wild.choice(list(section))] = wild.choice(values)
+        record = check_row(row, 0).values
+        assert "skipped" in record or record["predicted_s"] > 0
 
 
 def test_analytic_rows_are_not_judged() -> None:

@@ -70,6 +70,18 @@ def test_microbatches_in_flight() -> None:
     assert wider.in_flight[3] == 11
 
 
+@pytest.mark.parametrize("stages", [2, 4, 5])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaving_never_waits_for_itself(stages: int, chunks: int) -> None:
+    for count in range(1, 3 * stages + 2):
+        for group in (0, stages + 1):
+            played = play(
+                "interleaved", count, even(stages, chunks, 1.0), even(stages, chunks, 2.0),
+                [0.1] * stages, group=group,
+            )  # fmt: skip
+            assert played.seconds >= 3.0 * count
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zerobubble"])
 def test_every_operation_once(schedule: str) -> None:
     chunks = 2 if schedule == "interleaved" else 1
