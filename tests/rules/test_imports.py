@@ -39,7 +39,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("scaling", "search", "export", "report"),
     ("compat",),
     ("cli_shared",),
-    ("cli_checkpoint", "cli_data", "cli_launch", "cli_machine"),
+    ("cli_checkpoint", "cli_data", "cli_launch", "cli_machine", "cli_plan"),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -60,6 +60,7 @@ TORCH_FREE = (
     "ridgeline.launch.nodes",
     "ridgeline.launch.request",
     "ridgeline.launch.supervise",
+    "ridgeline.plan.validate",
     "ridgeline.data.stage.run",
     "ridgeline.data.stage.command",
     "ridgeline.checkpoint.describe",
@@ -75,6 +76,7 @@ TORCH_FREE = (
     "ridgeline.cli_data",
     "ridgeline.cli_launch",
     "ridgeline.cli_machine",
+    "ridgeline.cli_plan",
     "ridgeline.cli",
 )
 

@@ -1,0 +1,295 @@
+"""`ridgeline plan`: memory and time of layouts before anything runs, and how far to trust them.
+
+`ridgeline plan MODEL ...` looks for the best layouts; `ridgeline plan validate` compares predictions with
+rows that others measured. Needs no torch. Added to the app by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from ridgeline.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from ridgeline.plan.machine import Machine
+    from ridgeline.plan.search import Found
+    from ridgeline.plan.transformer import Transformer
+    from ridgeline.plan.validate import Checked, Summary
+
+
+class _ModelFirst(typer.core.TyperGroup):
+    """`ridgeline plan MODEL` is `ridgeline plan best MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["best", *args]
+        return super().parse_args(ctx, args)
+
+
+plan_app = typer.Typer(
+    cls=_ModelFirst, help="Plan layouts before anything runs.", no_args_is_help=True
+)
+
+
+@plan_app.callback()
+def plan() -> None:
+    """Plan layouts before anything runs: MODEL --machine M -N NODES, or a command below."""
+
+
+@plan_app.command()
+def best(
+    model: Annotated[str, typer.Argument(help="A model's name, or a recipe of a Llama.")],
+    machine: Annotated[
+        str,
+        typer.Option(
+            "--machine",
+            help="A machine's name, a YAML file of its facts, or measured rates as JSON.",
+        ),
+    ],
+    nodes: Annotated[int, typer.Option("-N", "--nodes", min=1, help="Nodes.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Global batch in samples; default: the recipe's, or 1024."),
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens a sample.")] = None,
+    precision: Annotated[str, typer.Option(help="Arithmetic: bf16, fp16, tf32 or fp32.")] = "bf16",
+    by: Annotated[str, typer.Option(help="Rank by time, memory or cost.")] = "time",
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
+    tokens: Annotated[
+        float | None, typer.Option(help="A goal in tokens, for days and cost.")
+    ] = None,
+    price: Annotated[float, typer.Option(help="Of a device and hour, for the cost.")] = 0.0,
+    why: Annotated[
+        bool, typer.Option("--why", help="What limits the best, and what would change it.")
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", help="Change the machine, as in inter.bandwidth=400e9."),
+    ] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="Scaling curves over nodes, as in 1..64 (powers of 2).")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(help="One layout: its time and memory, and whether it fits.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Put the best layout into this recipe.")
+    ] = None,
+) -> None:
+    """The best layouts of a model on a machine."""
+    from ridgeline.plan.machine import load_machine
+    from ridgeline.plan.search import ORDERS, search
+    from ridgeline.plan.show import show_best, show_why
+
+    if by not in ORDERS:
+        raise UsageError(f"--by {by} is none of {', '.join(ORDERS)}")
+    sizes, own_batch = _model(model, seq)
+    if machine.endswith(".json"):
+        from ridgeline.plan.measured import load_measured
+
+        place = load_measured(Path(machine))
+    else:
+        place = load_machine(machine)
+    place = place.replace(price_per_device_hour=price)
+    place = _changed(place, what_if or [])
+    batch = batch or own_batch
+    devices = nodes * place.devices_per_node
+    if explain is not None:
+        _explain(explain, sizes, place, devices, batch)
+        return
+    if scale is not None:
+        _scale(scale, sizes, place, batch, precision)
+        return
+    found = search(
+        sizes, place, devices, batch, precision, top, "memory" if by == "memory" else "time"
+    )
+    if not found.best:
+        raise RunError(_nothing(sizes.name, batch, devices, place.name, found))
+    for line in show_best(found, tokens):
+        typer.echo(line)
+    if why:
+        typer.echo("")
+        for line in show_why(found, sizes, place, batch, precision):
+            typer.echo(line)
+    if write is not None:
+        _write(write, str(found.best[0].layout))
+
+
+def _model(name: str, seq: int | None) -> tuple[Transformer, int]:
+    """The sizes, and the batch that goes with them."""
+    from ridgeline.plan.known import MODELS, find_model, model_of_recipe
+
+    if name in MODELS:
+        return find_model(name, seq), 1024
+    from ridgeline.config import find_recipe, load_config, recipe_names
+
+    if name not in recipe_names() and not name.endswith((".yaml", ".yml")):
+        return find_model(name, seq), 1024
+    config = load_config(find_recipe(name), []).config
+    length = seq or config.data.args.get("seq_len") or (config.data.args.get("shape") or [None])[0]
+    return model_of_recipe(config.model.name, config.model.args, length), config.train.batch
+
+
+def _changed(machine: Machine, changes: list[str]) -> Machine:
+    for text in changes:
+        name, equals, value = text.partition("=")
+        place: object = machine
+        for part in name.strip().split("."):
+            place = getattr(place, part, None)
+        if not equals or not isinstance(place, (int, float)):
+            raise UsageError(
+                f"{text!r} in --what-if changes nothing; write a number's place as in "
+                "inter.bandwidth=400e9 or device.memory_bytes=141e9"
+            )
+        try:
+            number = float(value)
+        except ValueError as error:
+            raise UsageError(f"{value!r} in --what-if {text} is no number") from error
+        machine = machine.replace(
+            **{name.strip(): int(number) if isinstance(place, int) else number}
+        )
+    return machine
+
+
+def _explain(text: str, model: Transformer, machine: Machine, devices: int, batch: int) -> None:
+    from ridgeline.layout import Layout, require_layout
+    from ridgeline.plan.job import job_from_layout
+    from ridgeline.plan.predict import predict
+    from ridgeline.plan.search import Planned
+    from ridgeline.plan.show import explain
+
+    layout = Layout.parse_for(text, devices, "--explain")
+    require_layout(layout, "--explain")
+    parts = layout.dp * (layout.microbatches if layout.pp > 1 else layout.accumulate)
+    if batch % parts:
+        raise UsageError(
+            f"--batch {batch} is not divisible by the {parts} parts of {text!r} in --explain; "
+            f"use --batch {-(-batch // parts) * parts}"
+        )
+    if layout.pp * layout.virtual > model.layers:
+        raise UsageError(
+            f"{layout.pp * layout.virtual} stages of {text!r} in --explain are more than the "
+            f"{model.layers} layers of {model.name}; use pp={model.layers} or less"
+        )
+    job = job_from_layout(model, machine, layout, batch)
+    predicted = predict(job)
+    for line in explain(Planned(layout, job, predicted.time, predicted.memory)):
+        typer.echo(line)
+
+
+def _scale(text: str, model: Transformer, machine: Machine, batch: int, precision: str) -> None:
+    from ridgeline.plan.search import scale
+    from ridgeline.plan.show import show_scale
+
+    first, dots, last = text.partition("..")
+    if not dots or not first.isdigit() or not last.isdigit() or not 1 <= int(first) <= int(last):
+        raise UsageError(f"{text!r} in --scale is no range; write it as 1..64")
+    nodes, count = [], int(first)
+    while count <= int(last):
+        nodes.append(count)
+        count *= 2
+    for weak in (True, False):
+        for line in show_scale(scale(model, machine, nodes, batch, precision, weak), weak):
+            typer.echo(line)
+        typer.echo("")
+
+
+def _nothing(name: str, batch: int, devices: int, machine: str, found: Found) -> str:
+    text = f"no layout of {name} with a batch of {batch} fits {devices} devices of {machine}"
+    if found.closest is not None:
+        layout, need = found.closest
+        return f"{text}; the closest, {layout}, needs {need / 1e9:.1f} GB a device: use more nodes"
+    return f"{text}: {found.looked_at} layouts were looked at; try a batch that more devices divide"
+
+
+def _write(path: Path, layout: str) -> None:
+    """Replace or add the line `layout:` of a recipe, and leave every other as it is."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if not line.startswith("layout:")]
+        path.write_text("\n".join([*kept, f"layout: {layout}"]) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path} of --write ({error.strerror}); name a recipe"
+        ) from error
+    typer.echo(f"layout written to {path}")
+
+
+@plan_app.command()
+def validate(
+    rows: Annotated[Path, typer.Option(help="Measured rows, as JSON.")],
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="At most 15 rows to fit the machine's parameters on; they are not judged."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write one record a row to this JSON file.")
+    ] = None,
+) -> None:
+    """Predict rows that others measured, and print the errors by set."""
+    from ridgeline.plan.rows import load_rows
+    from ridgeline.plan.validate import calibrate as fit
+    from ridgeline.plan.validate import changed, check_rows, summarize
+
+    measured = load_rows(rows)
+    change, fitted_ids = None, set[str]()
+    if calibrate is not None:
+        chosen = load_rows(calibrate)
+        values = fit(chosen)
+        change = changed(values)
+        fitted_ids = {str(row.get("id")) for row in chosen}
+        typer.echo(f"factors fitted on {len(chosen)} rows: " + _show_values(values))
+    everything = check_rows(measured, change)
+    checked = [c for c in everything if c.id not in fitted_ids]
+    _show_summaries(summarize(checked))
+    _show_skipped(checked)
+    if out is not None:
+        try:
+            text = json.dumps([c.values for c in everything], indent=1)
+            out.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise RunError(
+                f"cannot write {out} of --out ({error.strerror}); name another file"
+            ) from error
+        typer.echo(f"\n{len(everything)} records in {out}")
+    if not checked:
+        raise UsageError(f"{rows} of --rows has no row that was not used for fitting; give more")
+
+
+def _show_values(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def _show_summaries(summaries: list[Summary]) -> None:
+    head = ("set", "what", "rows", "mean %", "median %", "p90 %", "bias %", "worst")
+    table: list[tuple[str, ...]] = [head]
+    for s in summaries:
+        worst = ", ".join(f"{name} {error:+.1f}" for name, error in s.worst[:3])
+        figures = tuple(f"{value:.2f}" for value in (s.mean, s.median, s.p90))
+        table.append((s.set, s.what, str(s.rows), *figures, f"{s.bias:+.2f}", worst))
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    for row in table:
+        typer.echo("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+
+
+def _show_skipped(checked: list[Checked]) -> None:
+    reasons = Counter((c.set, c.skipped) for c in checked if c.skipped)
+    if reasons:
+        typer.echo("\nskipped:")
+    for (name, reason), count in sorted(reasons.items()):
+        typer.echo(f"  {name}: {count} ({reason})")
+    refused = [c for c in checked if c.values.get("measured", {}).get("oom")]
+    if refused:
+        false = [c.id for c in refused if c.false_fit]
+        typer.echo(
+            f"\nout of memory when measured: {len(refused)}; said to fit: {len(false)}"
+            + (f" ({', '.join(false)})" if false else "")
+        )

@@ -1,0 +1,119 @@
+"""A job to be planned: a model, a machine, and how the one is spread over the other.
+
+A `Layout` says less than the planner needs (how many samples, which software) and a published row says it
+in other words; both become a `Job`. `time.py` and `memory.py` read nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ridgeline.layout import Layout
+from ridgeline.plan.layer import Slice
+from ridgeline.plan.machine import Machine
+from ridgeline.plan.network import Group, group_of
+from ridgeline.plan.software import RIDGELINE, Software
+from ridgeline.plan.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step of one arrangement."""
+
+    model: Transformer
+    machine: Machine
+    software: Software
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    zero: int = 0
+    shard: int = 0
+    """Replicas that shard among themselves; 0: all."""
+    sp: bool = False
+    schedule: str = "1f1b"
+    samples: int = 1
+    """Of one microbatch on one replica."""
+    microbatches: int = 1
+    recompute: str = "none"
+    precision: str = "bf16"
+    group: int = 0
+    """Microbatches that an interleaved schedule takes through a chunk at a time; 0: `pp`."""
+    vocab_multiple: int = 1
+    """The embedding's rows are padded to a multiple of this and of `tp`."""
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def global_batch(self) -> int:
+        return self.dp * self.samples * self.microbatches
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on all devices."""
+        return self.global_batch * self.model.seq
+
+    @property
+    def part(self) -> Slice:
+        return Slice(self.samples, self.tp, self.cp, self.sp, self.precision)
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that share one copy of sharded state."""
+        return self.shard or self.dp * self.cp
+
+    def layers_of(self, rank: int) -> list[int]:
+        """Layers of each chunk of a stage; what does not divide goes to the stages in the middle,
+        which have neither embedding nor head."""
+        places = self.pp * self.virtual
+        base, rest = divmod(self.model.layers, places)
+        first = (places - rest) // 2
+        chunks = (chunk * self.pp + rank for chunk in range(self.virtual))
+        return [base + (first <= place < first + rest) for place in chunks]
+
+    def tp_group(self) -> Group:
+        return group_of(self.machine, self.tp, 1)
+
+    def dp_group(self) -> Group:
+        return group_of(self.machine, self.dp * self.cp, self.tp)
+
+    def crosses_nodes(self, rank: int) -> bool:
+        """Whether the link from a stage to the next leaves the node."""
+        stride = self.tp * self.cp * self.dp
+        if self.devices <= self.machine.devices_per_node:
+            return False
+        per_node = self.machine.devices_per_node
+        return stride >= per_node or ((rank + 1) * stride) % per_node == 0
+
+    def replace(self, **changes: Any) -> Job:
+        return replace(self, **changes)
+
+
+def job_from_layout(
+    model: Transformer, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE
+) -> Job:
+    """What this library does with a layout and a global batch."""
+    parts = layout.microbatches if layout.pp > 1 else layout.accumulate
+    samples = max(1, -(-batch // (layout.dp * parts)))
+    return Job(
+        model=model,
+        machine=machine,
+        software=replace(software, compiled=True) if layout.compile else software,
+        dp=layout.dp,
+        tp=layout.tp,
+        cp=layout.cp,
+        pp=layout.pp,
+        virtual=layout.virtual,
+        zero=layout.zero if layout.dp > 1 else 0,
+        shard=layout.shard or 0,
+        sp=layout.sp,
+        schedule=layout.schedule,
+        samples=samples,
+        microbatches=parts,
+        recompute=layout.recompute,
+        precision=layout.precision,
+    )

@@ -1,0 +1,77 @@
+"""Time of single kernels on a device: matrix products by shape, attention, and what moves bytes.
+
+A product is cut into tiles; the multiprocessors work through them in waves, and a last wave that is not
+full takes as long as a full one. That, the inner dimension's prologue, the memory roofline and a fixed
+start make the cliffs that a plain FLOP count does not show. Called by `layer.py`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import Final
+
+from ridgeline.plan.machine import Device
+
+TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 64, 0.66))
+"""Rows, columns, and what each reaches of the best tile's rate: small tiles load more for each product."""
+SPLITS: Final = (1, 2, 3, 4, 8)
+"""Into how many pieces the inner dimension may be cut when there are few tiles."""
+LEAST_SPLIT: Final = 512
+
+
+RAMP: Final = 700.0
+"""Keys at which a fused attention kernel reaches half of what it does with very many."""
+
+
+def element_bytes(precision: str) -> float:
+    return {"fp8": 1.0, "fp16": 2.0, "bf16": 2.0}.get(precision, 4.0)
+
+
+@lru_cache(maxsize=65536)
+def gemm_s(
+    device: Device, m: int, n: int, k: int, batch: int = 1, precision: str = "bf16"
+) -> float:
+    """Seconds of `batch` products of (m, k) and (k, n)."""
+    peak = device.peak_flops.get(precision) or device.peak_flops["fp32"]
+    rate = peak * device.sustained_clock * device.gemm_efficiency / device.num_sms
+    best = float("inf")
+    for rows, columns, share in TILES:
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        for splits in SPLITS:
+            if splits > 1 and (k < splits * LEAST_SPLIT or tiles > 4 * device.num_sms):
+                break
+            waves = ceil(tiles * splits / device.num_sms)
+            depth = k / splits + device.tile_overhead
+            seconds = waves * 2.0 * rows * columns * depth / (rate * share)
+            if splits > 1:
+                # The pieces are added up in a pass of their own, in float32.
+                added = 4.0 * batch * m * n * (splits + 1)
+                seconds += added / (device.memory_bandwidth * device.memory_efficiency)
+            best = min(best, seconds)
+    moved = element_bytes(precision) * batch * (float(m) * k + float(k) * n + float(m) * n)
+    return max(best, moved_s(device, moved) - device.kernel_s) + device.kernel_s
+
+
+def moved_s(device: Device, num_bytes: float, kernels: int = 1) -> float:
+    """Seconds of kernels that do nothing but move so many bytes."""
+    streaming = num_bytes / (device.memory_bandwidth * device.memory_efficiency)
+    return streaming + kernels * device.kernel_s
+
+
+def flash_s(
+    device: Device, batch: int, heads: float, seq: int, keys: int, width: int, causal: bool,
+    precision: str, backward: bool,
+) -> float:  # fmt: skip
+    """Fused attention: forward two products, backward five, of which a causal mask needs half.
+
+    A head narrower than 128 leaves part of the tensor cores' pipeline to the softmax, and short rows are
+    soon over.
+    """
+    peak = device.peak_flops.get(precision) or device.peak_flops["fp32"]
+    flops = 4.0 * batch * heads * seq * keys * width * (0.5 if causal else 1.0)
+    share = device.flash_efficiency * min(1.0, 0.5 + 0.5 * width / 128.0) * keys / (keys + RAMP)
+    if backward:
+        flops, share = 2.5 * flops, 0.85 * share
+    moved = element_bytes(precision) * batch * heads * width * (2 * seq + 2 * keys)
+    return max(flops / (peak * share), moved_s(device, moved)) + device.kernel_s

@@ -1,0 +1,149 @@
+"""Machines in numbers: a device, the node around it and the links between nodes, from spec sheets.
+
+A profile is a YAML file under `machines/`, shipped with the package; each value that is not on a data
+sheet has its source beside it. A measured `machine.json` (see `measured.py`) replaces rates by what was
+seen. Read by `kernels.py`, `network.py` and `memory.py`; `load_machine` is what commands call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from ridgeline.errors import UsageError, unknown_word
+
+MACHINES: Final = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or one CPU socket)."""
+
+    name: str
+    peak_flops: dict[str, float]
+    """Dense, by precision."""
+    num_sms: int
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes a second on the data sheet."""
+    sustained_clock: float
+    """Clock under a matrix-product load as a share of the one that `peak_flops` is given for."""
+    gemm_efficiency: float
+    """What the best kernel for large products reaches of the peak at that clock."""
+    tile_overhead: float
+    """Prologue and epilogue of a tile, in steps of its inner dimension."""
+    memory_efficiency: float
+    """What streaming kernels reach of `memory_bandwidth`."""
+    kernel_s: float
+    """Start and end of a kernel on the device, which nothing hides."""
+    host_kernel_s: float
+    """What the host needs to issue one kernel from an eager framework's Python."""
+    flash_efficiency: float
+    """What a fused attention kernel reaches of the peak, forward."""
+    workspace_bytes: float = 8e6
+    """Of the product library, allocated with the first product."""
+    context_bytes: float = 500e6
+    """What the driver takes before anything is allocated."""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.num_sms, self.gemm_efficiency, self.tile_overhead))
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network: inside a node, or between nodes."""
+
+    bandwidth: float
+    """Bytes a second and direction: of a device inside a node, of all NICs of a node between nodes."""
+    efficiency: float
+    """What collectives reach of it with large messages."""
+    pair_efficiency: float
+    """What point-to-point transfers, and collectives of two, reach of it."""
+    latency_s: float
+    """A collective's start and end."""
+    step_s: float
+    """Each step of a ring."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of equal kind."""
+
+    name: str
+    device: Device
+    devices_per_node: int
+    intra: Link
+    inter: Link
+    overlap_cost: float
+    """Share of hidden communication that still costs time: its kernels hold some multiprocessors and
+    some memory bandwidth."""
+    step_s: float
+    """What a step costs the host once: the next batch, overflow check, logging."""
+    skew: float = 0.0
+    """By how much the slowest of many devices is slower than the mean."""
+    price_per_device_hour: float = 0.0
+    source: dict[str, str] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.device, self.devices_per_node))
+
+    def replace(self, **changes: Any) -> Machine:
+        """The same machine with some values changed; dots go inside, as in `inter.bandwidth`."""
+        machine = self
+        for name, value in changes.items():
+            head, _, tail = name.partition(".")
+            if tail:
+                inner = dataclasses.replace(getattr(machine, head), **{tail: value})
+                machine = dataclasses.replace(machine, **{head: inner})
+            else:
+                machine = dataclasses.replace(machine, **{head: value})
+        return machine
+
+
+def machine_names() -> list[str]:
+    return sorted(path.stem for path in MACHINES.glob("*.yaml"))
+
+
+@lru_cache(maxsize=64)
+def load_machine(name: str) -> Machine:
+    """A shipped profile by name, or a file in the same form."""
+    path = MACHINES / f"{name}.yaml"
+    if not path.is_file():
+        path = Path(name)
+        if not path.is_file():
+            raise unknown_word("machine", name, machine_names(), "--machine")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return machine_from_dict(values)
+    except (TypeError, KeyError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"{path} is no machine profile ({error}); compare it with {MACHINES / 'selene.yaml'}"
+        ) from error
+
+
+def machine_from_dict(values: Mapping[str, Any]) -> Machine:
+    values = dict(values)
+    device = dict(values.pop("device"))
+    device["peak_flops"] = {key: float(value) for key, value in device["peak_flops"].items()}
+    return Machine(
+        device=Device(**{k: _number(v) for k, v in device.items()}),
+        intra=Link(**{k: float(v) for k, v in dict(values.pop("intra")).items()}),
+        inter=Link(**{k: float(v) for k, v in dict(values.pop("inter")).items()}),
+        **{k: _number(v) for k, v in values.items()},
+    )
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 1e9 as text."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

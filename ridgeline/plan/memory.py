@@ -1,0 +1,248 @@
+"""Memory of one rank, by part, in bytes: what is held between steps, and the peak of a step.
+
+Weights, gradients and optimizer state follow from the parameters of the stage and what the replicas shard;
+activations follow Korthikanti et al. 2022, product by product, times the microbatches that the schedule
+has in flight on the stage. `allocated` is what tensors take, `reserved` what the allocator holds for them,
+`device` what a monitor of the device shows. Called by `search.py`, `validate.py` and the commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ridgeline.plan.job import Job
+from ridgeline.plan.kernels import element_bytes
+from ridgeline.plan.own import is_half, own_activations, own_logits
+from ridgeline.plan.schedule import play
+from ridgeline.plan.time import OWN, parameters_of
+
+GIB = float(2**30)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept between forward and backward."""
+    logits: float
+    """The loss and its gradient."""
+    working: float
+    """The largest of what one layer needs while it runs: recomputed activations, gradients of
+    activations, gathered weights."""
+    buffers: float
+    """Of communication and of the product library."""
+    rounding: float
+    """Held by the allocator and given to nobody."""
+    context: float
+    """The driver's, and the communication library's."""
+
+    @property
+    def held(self) -> float:
+        """All but what a step's own work needs."""
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+    @property
+    def allocated(self) -> float:
+        return self.held + self.activations + self.logits + self.working
+
+    @property
+    def reserved(self) -> float:
+        return self.allocated + self.rounding
+
+    @property
+    def device(self) -> float:
+        return self.reserved + self.context
+
+
+def layer_activations(job: Job, scores: bool = True) -> float:
+    """What one layer keeps for backward for one microbatch, without recompute; `scores`: also the
+    attention's own where its kernel stores them."""
+    model, t = job.model, job.tp
+    size = element_bytes("bf16" if job.precision == "fp8" else job.precision)
+    tokens = job.samples * model.seq / job.cp
+    stream = tokens * model.hidden / (t if job.sp else 1)
+    # Each norm's input, what it makes for the next product, and dropout's mask after it.
+    total = 4 * size * stream + (2.0 * stream if model.dropout else 0.0)
+    qkv = model.query_width + 2 * model.kv_width
+    total += size * tokens * (qkv + model.query_width) / t
+    total += size * tokens * (model.ffn_in + model.ffn) / t
+    if model.rotary:
+        total += size * tokens * job.software.rotary_kept * (model.query_width + model.kv_width) / t
+    if job.software.attention == "flash":
+        total += 4.0 * tokens * model.heads / t  # the softmax's sums
+    elif scores:
+        pairs = job.samples * model.heads / t * (model.seq / job.cp) * model.seq
+        total += pairs * ((2 * size + 1) if model.dropout else size)
+    return total * job.software.extra_kept
+
+
+def kept_activations(job: Job) -> float:
+    """What one layer keeps for one microbatch with the job's recompute."""
+    size = element_bytes("bf16" if job.precision == "fp8" else job.precision)
+    tokens = job.samples * job.model.seq / job.cp
+    stream = size * tokens * job.model.hidden / (job.tp if job.sp else 1)
+    if job.recompute == "full":
+        return stream
+    if job.recompute == "selective":
+        if job.software.attention != "flash":
+            return layer_activations(job, scores=False)
+        # Inputs of the block and results of products; what stands between them is made again.
+        model = job.model
+        qkv = model.query_width + 2 * model.kv_width
+        split = size * tokens * (qkv + model.query_width + model.ffn_in) / job.tp
+        return split + 2 * stream
+    return layer_activations(job)
+
+
+@lru_cache(maxsize=4096)
+def in_flight(
+    schedule: str, stages: int, microbatches: int, chunks: int, group: int = 0
+) -> tuple[int, ...]:
+    """Activations of how many (microbatch, chunk) pairs each rank holds at most."""
+    if stages == 1:
+        return (1,)
+    even = [[1.0] * chunks for _ in range(stages)]
+    back = [[2.0] * chunks for _ in range(stages)]
+    count = min(microbatches, 3 * max(stages, group) + microbatches % stages)
+    if schedule == "gpipe":
+        return (microbatches,) * stages
+    weights = even if schedule == "zerobubble" else None
+    played = play(schedule, count, even, back, [0.0] * stages, weights, group=group)
+    return played.in_flight
+
+
+def _own_memory(job: Job, rank: int) -> StepMemory:
+    """What this library holds: the larger of two moments, the loss (where autocast still has its casts
+    of all weights) and its backward, or the end of backward, where all gradients are there."""
+    model, part = job.model, job.part
+    count, shards = float(parameters_of(job, rank)), job.sharers
+    half = is_half(job.zero, job.precision)
+    casts = element_bytes(job.precision) == 2 and not half
+    layers = sum(job.layers_of(rank))
+    head = model.head_parameters(job.tp) if rank == job.pp - 1 else 0
+    products = float(layers * model.layer_matrices(job.tp) + head)
+    accumulates = job.microbatches > 1
+    if job.zero == 3:
+        weights, gradients = 4.0 * count / shards, 0.0
+        optimizer = 8.0 * count / shards
+    elif half:
+        weights, optimizer = 2.0 * count, 12.0 * count / shards
+        gradients = 2.0 * count if job.zero == 1 else 0.0
+    else:
+        weights, optimizer = 4.0 * count, 8.0 * count / (shards if job.zero else 1)
+        gradients = 4.0 * count if accumulates else 0.0
+    everything, selective, full = own_activations(model, part, half)
+    kept = {"none": everything, "selective": selective, "full": full}[job.recompute]
+    flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
+    activations = kept * layers / job.virtual * flight
+    n = part.samples * model.seq / part.cp * model.hidden / (job.tp if job.sp else 1)
+    loss, loss_back = own_logits(model, part, job.zero) if rank == job.pp - 1 else (0.0, 0.0)
+    end = 6.0 * n if rank == job.pp - 1 else 0.0
+    cached = 2.0 * products if casts and job.recompute != "selective" else 0.0
+    saved = 2.0 * (products if job.recompute == "none" else head) if casts else 0.0
+    if job.pp > 1:
+        saved = cached
+    if job.zero == 3:
+        # The root's own weights stay gathered: embedding and head.
+        saved = 2.0 * (model.embedding_parameters(job.tp) * (rank == 0) + head)
+        if model.tied and job.pp == 1:
+            saved /= 2.0
+    received = 0.0
+    if job.pp > 1:
+        # A place for what each microbatch receives, and what was sent until it is used.
+        wide = 2.0 if half else 4.0
+        received = wide * n * job.microbatches
+        activations += wide * n * flight
+    again = everything if job.recompute != "none" else 0.0
+    last_gradients = 0.0 if half or accumulates else 4.0 * count
+    layer = 2.0 * model.layer_matrices(job.tp)
+    moments = (
+        (activations, loss + end, cached),
+        (activations, loss_back + end, saved),
+        (kept, 0.0, last_gradients + again + everything / 2 + 3 * layer),
+    )
+    kept_then, logits, working = max(moments, key=sum)
+    temporary = kept_then + logits + working
+    return StepMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept_then,
+        logits=logits,
+        working=working,
+        buffers=job.machine.device.workspace_bytes + 12e6 + received,
+        rounding=0.5 * loss_back + 0.05 * (temporary - logits),
+        context=job.machine.device.context_bytes + (1.5e9 if job.devices > 1 else 0.0),
+    )
+
+
+def stage_memory(job: Job, rank: int) -> StepMemory:
+    """Memory of one stage's rank."""
+    if job.software.name == OWN:
+        return _own_memory(job, rank)
+    model, software = job.model, job.software
+    count = float(parameters_of(job, rank))
+    shards = job.sharers
+    weights = count * software.weight_bytes
+    gradients = count * software.gradient_bytes
+    optimizer = count * (8.0 + software.master_bytes)
+    if job.zero >= 1:
+        optimizer /= shards
+    if job.zero >= 2:
+        gradients /= shards
+    if job.zero == 3:
+        weights /= shards
+    layers = sum(job.layers_of(rank))
+    per_chunk = layers / job.virtual
+    flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
+    kept = kept_activations(job) * per_chunk * flight
+    working = layer_activations(job) - kept_activations(job) if job.recompute != "none" else 0.0
+    tokens = job.samples * model.seq / job.cp
+    stream = 2.0 * tokens * model.hidden / (job.tp if job.sp else 1)
+    logits = 0.0
+    if rank == job.pp - 1:
+        vocab = model.padded_vocab(job.vocab_multiple * job.tp) / job.tp
+        logits = software.logit_bytes * tokens * vocab + 2 * stream
+    if rank == 0 and model.dropout:
+        kept += 0.5 * stream * flight
+    if job.zero == 3:
+        gathered = 2.0 * model.layer_parameters(job.tp)
+        # The layer at work and the one that is fetched, and the gradient before it is scattered.
+        working += 2 * gathered + max(software.reduce_bytes, 2) * model.layer_parameters(job.tp)
+        if rank == job.pp - 1:
+            working += 2.0 * model.head_parameters(job.tp, job.vocab_multiple)
+    buffers = software.buffer_bytes + job.machine.device.workspace_bytes
+    if software.dummy_gradients:
+        # One empty weight gradient of each shape, handed to autograd in place of the real one.
+        shapes = model.layer_matrices(job.tp)
+        if rank == job.pp - 1 or (rank == 0 and model.tied and job.pp == 1):
+            shapes += model.head_parameters(job.tp, job.vocab_multiple)
+        buffers += 2.0 * shapes
+    allocated = weights + gradients + optimizer + buffers + kept + logits + working
+    return StepMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept,
+        logits=logits,
+        working=working,
+        buffers=buffers,
+        rounding=software.fragmentation * (allocated - weights - gradients - optimizer),
+        context=job.machine.device.context_bytes + (1.5e9 if job.devices > 1 else 0.0),
+    )
+
+
+def predict_memory(job: Job) -> StepMemory:
+    """Of the stage that needs most."""
+    ranks = range(job.pp) if job.pp <= 4 else (0, 1, job.pp // 2, job.pp - 1)
+    return max((stage_memory(job, rank) for rank in ranks), key=lambda m: m.allocated)
+
+
+def fits(job: Job, memory: StepMemory, margin: float = 0.04) -> bool:
+    """Whether a step runs, with a share of the device kept free for what is not foreseen."""
+    return memory.device <= (1.0 - margin) * job.machine.device.memory_bytes

@@ -1,0 +1,118 @@
+"""Time of communication: alpha-beta collectives on the link level they run over.
+
+A group of ranks is described by how many there are and how many of them share a node. Inside a node the
+ring runs over the devices' own links. Between nodes every node's NICs are shared by the groups that cross
+it at the same time. Called by `layer.py` and `time.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.plan.machine import Link, Machine
+
+PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""How often each byte goes around a ring."""
+
+
+PARTIAL = 0.3
+"""What rings that have some but not all devices of a node get of their share of its NICs: such a ring
+comes in by one NIC and goes out by another, so each works one way only, and the node's rings, started
+together, choose theirs without regard to each other."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate together."""
+
+    size: int
+    per_node: int
+    """Members that share a node."""
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.per_node)
+
+
+def group_of(machine: Machine, size: int, stride: int) -> Group:
+    """The group of `size` ranks that are `stride` apart in the order of ranks."""
+    per_node = max(1, min(size, machine.devices_per_node // max(stride, 1)))
+    return Group(size, per_node)
+
+
+def collective_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
+    """Seconds of a collective over tensors of so many bytes in all (of the result of a gather)."""
+    if group.size <= 1 or num_bytes <= 0:
+        return 0.0
+    if kind == "broadcast":
+        return point_to_point_s(machine, num_bytes, group.nodes > 1)
+    passes, n = PASSES[kind], group.size
+    through = passes * num_bytes * (n - 1) / n
+    if group.nodes == 1:
+        return through / ring_bandwidth(machine, group) + _start_s(machine.intra, passes, n)
+    ring = through / ring_bandwidth(machine, group)
+    best = ring + _start_s(machine.inter, passes, group.nodes)
+    return min(best, _hierarchical_s(machine, kind, num_bytes, group))
+
+
+def ring_bandwidth(machine: Machine, group: Group) -> float:
+    """Bytes a second that pass each member of a ring: its own link's, or its node's NICs' where the
+    ring crosses nodes, of which a group has the share of its members in the node."""
+    intra = machine.intra
+    inside = intra.bandwidth * (intra.efficiency if group.size > 2 else intra.pair_efficiency)
+    if group.nodes == 1:
+        return inside
+    share = group.per_node / machine.devices_per_node
+    across = machine.inter.bandwidth * machine.inter.efficiency * share
+    if 1 < group.per_node < machine.devices_per_node:
+        across *= PARTIAL
+    return min(inside, across) if group.per_node > 1 else across
+
+
+def _hierarchical_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
+    """Inside the node, then each device with its peers of the other nodes, then inside again."""
+    whole = 1 < group.per_node == machine.devices_per_node
+    if not whole or group.size % group.per_node:
+        return float("inf")  # libraries build this for whole nodes only
+    inner, outer = Group(group.per_node, group.per_node), Group(group.nodes, 1)
+    across = collective_s(machine, kind, num_bytes / group.per_node, outer)
+    if kind == "all_reduce":
+        inside = 2.0 * collective_s(machine, "all_gather", num_bytes, inner)
+    else:
+        inside = collective_s(machine, kind, num_bytes, inner)
+    return across + inside
+
+
+def _start_s(link: Link, passes: float, members: int) -> float:
+    return link.latency_s + passes * (members - 1) * link.step_s
+
+
+def point_to_point_s(machine: Machine, num_bytes: float, crosses_nodes: bool) -> float:
+    """Seconds for one device to send to another; between nodes it has its share of the NICs."""
+    if not crosses_nodes:
+        link = machine.intra
+        return num_bytes / (link.bandwidth * link.pair_efficiency) + link.step_s
+    link = machine.inter
+    share = link.bandwidth / machine.devices_per_node
+    return num_bytes / (share * link.pair_efficiency) + link.step_s
+
+
+def flat_ring_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
+    """A ring in which every member sends through its own NIC, whether or not its neighbour shares the
+    node: what software gets that gathers each tensor's pieces rank by rank."""
+    if group.nodes == 1:
+        return collective_s(machine, kind, num_bytes, group)
+    passes, n = PASSES[kind], group.size
+    own = machine.inter.bandwidth / machine.devices_per_node * machine.inter.efficiency
+    return passes * num_bytes * (n - 1) / n / own + _start_s(machine.inter, passes, group.nodes)
+
+
+def ring_attention_s(
+    machine: Machine, kv_bytes: float, cp: int, tp: int, attention_s: float
+) -> float:
+    """Keys and values going around `cp` ranks while blocks are computed: what is not hidden."""
+    if cp == 1:
+        return 0.0
+    step = point_to_point_s(machine, kv_bytes, cp * tp > machine.devices_per_node)
+    exposed = max(0.0, step - attention_s / cp) * (cp - 1)
+    return exposed + machine.overlap_cost * min(step, attention_s / cp) * (cp - 1)

@@ -1,0 +1,52 @@
+"""Time and memory of a job together, since each has a say in the other.
+
+`predict` is what everything above the models calls: validation, search and the commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ridgeline.layout import Layout
+from ridgeline.plan.job import Job, job_from_layout
+from ridgeline.plan.machine import Machine
+from ridgeline.plan.memory import StepMemory, predict_memory
+from ridgeline.plan.software import RIDGELINE, Software
+from ridgeline.plan.time import StepTime, predict_time
+from ridgeline.plan.transformer import Transformer
+
+PRESSED: Final = 0.88
+"""Share of the device from which the allocator has to give blocks back and ask for others."""
+FULL: Final = 0.94
+"""Share beyond which a job that runs at all is no slower, or its memory was overestimated."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of a job on the rank that is busiest, and on the one that holds most."""
+
+    time: StepTime
+    memory: StepMemory
+
+    @property
+    def seconds(self) -> float:
+        return self.time.seconds
+
+
+def predict(job: Job, memory: StepMemory | None = None) -> Prediction:
+    """Seconds and bytes of a step. A device that is nearly full is slower: memory that was cached is
+    returned and asked for again, and both wait for the device."""
+    memory = memory or predict_memory(job)
+    time = predict_time(job)
+    over = min(memory.device / job.machine.device.memory_bytes, FULL) - PRESSED
+    if over > 0:
+        time = replace(time, pressure=over * time.seconds)
+    return Prediction(time, memory)
+
+
+def predict_layout(
+    model: Transformer, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE
+) -> Prediction:
+    """A step of a global batch in a layout."""
+    return predict(job_from_layout(model, machine, layout, batch, software))

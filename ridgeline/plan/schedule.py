@@ -1,0 +1,195 @@
+"""Pipelines, event by event: who does which microbatch when, with each stage's own times.
+
+Not the closed form: stages differ (the first embeds, the last has the logits), sends take time, and
+schedules differ in what they wait for. A long run of microbatches is periodic after its start, so only
+some of them are played and the rest is added by the measured period. Called by `time.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+Op = tuple[str, int, int]
+"""`F`, `B` or `W`; the chunk of the model on this rank; the microbatch."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a schedule went."""
+
+    seconds: float
+    busy_s: float
+    """Mean over ranks."""
+    in_flight: tuple[int, ...]
+    """Most microbatches (of one chunk's activations) that each rank holds at once."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time in which a rank waits."""
+        return 1.0 - self.busy_s / self.seconds if self.seconds else 0.0
+
+
+def orders(
+    schedule: str, stages: int, microbatches: int, chunks: int, group: int = 0
+) -> list[list[Op]]:
+    """What each rank does, in order; `group`: microbatches that an interleaved schedule takes through
+    one chunk before the next, at least as many as stages."""
+    if schedule == "gpipe":
+        return [
+            [("F", 0, m) for m in range(microbatches)]
+            + [("B", 0, m) for m in reversed(range(microbatches))]
+            for _ in range(stages)
+        ]
+    if chunks > 1:
+        group = max(group, stages)
+        return [_interleaved(stages, rank, microbatches, chunks, group) for rank in range(stages)]
+    split = schedule == "zerobubble"
+    return [_one_forward_one_backward(stages, r, microbatches, split) for r in range(stages)]
+
+
+def _one_forward_one_backward(stages: int, rank: int, count: int, split: bool) -> list[Op]:
+    warm = min(stages - rank - 1, count)
+    ops: list[Op] = [("F", 0, m) for m in range(warm)]
+    pending: list[int] = []
+    for m in range(count):
+        if warm + m < count:
+            ops.append(("F", 0, warm + m))
+        ops.append(("B", 0, m))
+        if split:
+            pending.append(m)
+            # Weight gradients fill what would be a gap; those that wait go last.
+            if len(pending) > rank:
+                ops.append(("W", 0, pending.pop(0)))
+    ops += [("W", 0, m) for m in pending]
+    return ops
+
+
+def _interleaved(stages: int, rank: int, count: int, chunks: int, group: int) -> list[Op]:
+    """Megatron's interleaving: groups of microbatches go through chunk after chunk. What does not
+    divide is spread over the groups, so that none is smaller than the pipeline is deep."""
+    forwards: list[Op] = []
+    backwards: list[Op] = []
+    groups = max(count // group, 1)
+    base, rest = divmod(count, groups)
+    sizes = [base + (index < rest) for index in range(groups)]
+    first = 0
+    for size in sizes:
+        members = range(first, first + size)
+        forwards += [("F", chunk, m) for chunk in range(chunks) for m in members]
+        backwards += [("B", chunk, m) for chunk in reversed(range(chunks)) for m in members]
+        first += size
+    total = len(forwards)
+    warm = min((stages - rank - 1) * 2 + (chunks - 1) * max(sizes), total)
+    ops = forwards[:warm]
+    for step in range(total):
+        if warm + step < total:
+            ops.append(forwards[warm + step])
+        ops.append(backwards[step])
+    return ops
+
+
+def play(
+    schedule: str,
+    microbatches: int,
+    forward_s: Sequence[Sequence[float]],
+    backward_s: Sequence[Sequence[float]],
+    send_s: Sequence[float],
+    weight_s: Sequence[Sequence[float]] | None = None,
+    blocking: bool = True,
+    group: int = 0,
+) -> Played:
+    """Times of `forward_s[rank][chunk]`; `send_s[rank]` to the next rank (and back from it).
+
+    `blocking`: a rank waits until what it sends has arrived, as simple pipelines do.
+    """
+    f = tuple(tuple(map(float, row)) for row in forward_s)
+    b = tuple(tuple(map(float, row)) for row in backward_s)
+    w = tuple(tuple(map(float, row)) for row in weight_s) if weight_s is not None else None
+    return _play(schedule, microbatches, f, b, tuple(map(float, send_s)), w, blocking, group)
+
+
+Times = tuple[tuple[float, ...], ...]
+
+
+@lru_cache(maxsize=8192)
+def _play(
+    schedule: str, microbatches: int, f: Times, b: Times, send: tuple[float, ...],
+    w: Times | None, blocking: bool, group: int,
+) -> Played:  # fmt: skip
+    stages = len(f)
+    long_run = 3 * stages
+    if microbatches <= long_run + stages or schedule == "gpipe" or group > stages:
+        return _events(schedule, microbatches, f, b, send, w, blocking, group)
+    rest = microbatches % stages
+    first = _events(schedule, long_run - stages + rest, f, b, send, w, blocking, group)
+    second = _events(schedule, long_run + rest, f, b, send, w, blocking, group)
+    periods = (microbatches - long_run - rest) / stages
+    return Played(
+        second.seconds + periods * (second.seconds - first.seconds),
+        second.busy_s + periods * (second.busy_s - first.busy_s),
+        second.in_flight,
+    )
+
+
+def _events(
+    schedule: str, microbatches: int, f: Times, b: Times, send: tuple[float, ...],
+    w: Times | None, blocking: bool, group: int,
+) -> Played:  # fmt: skip
+    """Each rank does its operations in order, each as soon as what it needs has arrived."""
+    stages, chunks = len(f), len(f[0])
+    plan = orders(schedule, stages, microbatches, chunks, group)
+    arrived: dict[tuple[str, int, int], float] = {}
+    """When the input of (`F` or `B`, global chunk, microbatch) is there."""
+    clock = [0.0] * stages
+    busy = [0.0] * stages
+    place = [0] * stages
+    held = [0] * stages
+    most = [0] * stages
+    last = stages * chunks - 1
+    waiting = True
+    while waiting:
+        waiting = False
+        for rank in range(stages):
+            ops = plan[rank]
+            while place[rank] < len(ops):
+                kind, chunk, micro = ops[place[rank]]
+                where = chunk * stages + rank
+                ready = 0.0
+                if kind == "F" and where > 0:
+                    found = arrived.get(("F", where, micro))
+                    if found is None:
+                        break
+                    ready = found
+                elif kind == "B" and where < last:
+                    found = arrived.get(("B", where, micro))
+                    if found is None:
+                        break
+                    ready = found
+                start = max(clock[rank], ready)
+                if kind == "F":
+                    took = f[rank][chunk]
+                    held[rank] += 1
+                    most[rank] = max(most[rank], held[rank])
+                elif kind == "B":
+                    took = b[rank][chunk]
+                    held[rank] -= 1
+                else:
+                    assert w is not None
+                    took = w[rank][chunk]
+                end = start + took
+                busy[rank] += took
+                sent = 0.0
+                if kind == "F" and where < last:
+                    sent = send[rank]
+                    arrived[("F", where + 1, micro)] = end + sent
+                elif kind == "B" and where > 0:
+                    sent = send[rank - 1]
+                    arrived[("B", where - 1, micro)] = end + sent
+                clock[rank] = end + (sent if blocking else 0.0)
+                place[rank] += 1
+                waiting = True
+    left = sum(len(ops) - at for ops, at in zip(plan, place, strict=True))
+    assert left == 0, f"schedule {schedule} waits for itself with {left} operations left"
+    return Played(max(clock), sum(busy) / stages, tuple(most))

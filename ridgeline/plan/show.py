@@ -1,0 +1,175 @@
+"""What a plan looks like as text: the table, its parts, why the best wins, and what a change would bring.
+
+Plain lines; `cli_plan.py` prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ridgeline.plan.machine import Machine
+from ridgeline.plan.memory import StepMemory, fits
+from ridgeline.plan.search import Found, Planned, search
+from ridgeline.plan.time import StepTime
+from ridgeline.plan.transformer import Transformer
+
+TIME_PARTS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "element-wise work",
+    "tensor_parallel": "tensor-parallel communication",
+    "host": "waiting for the host",
+    "gathers": "gathering and scattering shards",
+    "bubble": "pipeline bubble and sends",
+    "gradients": "reducing gradients",
+    "optimizer": "optimizer",
+    "other": "once a step",
+    "pressure": "nearly full memory",
+}
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working", "buffers",
+                "rounding", "context")  # fmt: skip
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
+
+
+def show_best(found: Found, tokens: float | None) -> list[str]:
+    """The table of the best layouts."""
+    head = ["layout", "samples", "step s", "tokens/s", "MFU %", "bubble %", "GB", "state", "activ."]
+    if tokens:
+        head += ["days", "cost"]
+    rows = []
+    for p in found.best:
+        m = p.memory
+        row = [
+            str(p.layout), str(p.job.samples), f"{p.seconds:.3f}", f"{p.tokens_per_s:,.0f}",
+            f"{100 * p.mfu:.1f}", f"{100 * p.time.bubble / p.seconds:.1f}", f"{m.device / 1e9:.1f}",
+            f"{(m.weights + m.gradients + m.optimizer) / 1e9:.1f}",
+            f"{(m.activations + m.logits + m.working) / 1e9:.1f}",
+        ]  # fmt: skip
+        if tokens:
+            row += [f"{p.days(tokens):.1f}", f"{p.cost(tokens):,.0f}" if p.cost(tokens) else "-"]
+        rows.append(row)
+    lines = table(head, rows)
+    lines.append(
+        f"\n{found.looked_at} layouts, {found.too_large} too large for the device, "
+        f"{found.played} played in full"
+    )
+    return lines
+
+
+def show_parts(time: StepTime, memory: StepMemory) -> list[str]:
+    """One layout's step and memory, part by part."""
+    lines = [f"step {time.seconds:.4f} s"]
+    for name, words in TIME_PARTS.items():
+        value = float(getattr(time, name))
+        if abs(value) > 1e-9:
+            lines.append(f"  {words:<34} {value:9.4f} s  {100 * value / time.seconds:5.1f} %")
+    lines.append(
+        f"memory {memory.device / 1e9:.2f} GB on the device "
+        f"({memory.allocated / 1e9:.2f} allocated, {memory.reserved / 1e9:.2f} reserved)"
+    )
+    for name in MEMORY_PARTS:
+        value = float(getattr(memory, name))
+        if value > 0:
+            lines.append(f"  {name:<34} {value / 1e9:9.3f} GB {100 * value / memory.device:5.1f} %")
+    return lines
+
+
+def why_not(planned: Planned) -> str:
+    """Why a layout does not fit, in a sentence; empty where it does."""
+    memory, device = planned.memory, planned.job.machine.device
+    if fits(planned.job, memory):
+        return ""
+    parts = {name: float(getattr(memory, name)) for name in MEMORY_PARTS}
+    most = sorted(parts, key=lambda name: -parts[name])[:2]
+    shown = " and ".join(f"{name} {parts[name] / 1e9:.1f} GB" for name in most)
+    return (
+        f"does not fit: {memory.device / 1e9:.1f} GB are needed (mostly {shown}) and {device.name} has "
+        f"{device.memory_bytes / 1e9:.1f}, of which 4 % are kept free"
+    )
+
+
+def show_why(
+    found: Found, model: Transformer, machine: Machine, batch: int, precision: str
+) -> list[str]:
+    """What limits the best layout, what the runner-up lacks, and what another machine would change."""
+    best = found.best[0]
+    lines = [f"best: {best.layout}"]
+    parts = {words: float(getattr(best.time, name)) for name, words in TIME_PARTS.items()}
+    longest = sorted(parts, key=lambda w: -parts[w])[:3]
+    lines += [f"  {100 * parts[words] / best.seconds:.0f} % {words}" for words in longest]
+    for other in found.best[1:2]:
+        differences = {
+            words: float(getattr(other.time, name)) - float(getattr(best.time, name))
+            for name, words in TIME_PARTS.items()
+        }
+        worst = max(differences, key=lambda w: differences[w])
+        slower = 100 * (other.seconds / best.seconds - 1)
+        if slower < 0.5:
+            lines.append(
+                f"second: {other.layout} is as good ({slower:.1f} % slower, "
+                f"{(other.memory.device - best.memory.device) / 1e9:+.1f} GB)"
+            )
+        else:
+            lines.append(
+                f"second: {other.layout} is {slower:.1f} % slower, most of it {worst} "
+                f"({differences[worst]:+.3f} s)"
+            )
+    changes = {
+        "twice the bandwidth between nodes": {"inter.bandwidth": 2 * machine.inter.bandwidth},
+        "40 GB more memory a device": {"device.memory_bytes": machine.device.memory_bytes + 40e9},
+        "a tenth more of the products' peak": {
+            "device.gemm_efficiency": min(0.99, 1.1 * machine.device.gemm_efficiency)
+        },
+    }
+    for words, change in changes.items():
+        lines.append(
+            f"  with {words}: " + _compare(best, machine.replace(**change), model, batch, precision)
+        )
+    return lines
+
+
+def _compare(
+    best: Planned, machine: Machine, model: Transformer, batch: int, precision: str
+) -> str:
+    other = search(model, machine, best.job.devices, batch, precision, 1)
+    if not other.best:
+        return "nothing fits"
+    found = other.best[0]
+    gain = 100 * (best.seconds / found.seconds - 1)
+    if gain < 0.5:
+        return "no change"
+    same = "the same layout" if found.layout == best.layout else str(found.layout)
+    return f"{gain:.0f} % faster ({found.seconds:.3f} s, {same})"
+
+
+def show_scale(rows: list[tuple[int, Planned | None]], weak: bool) -> list[str]:
+    """A scaling curve as a table and bars; efficiency is against the first that fits."""
+    first = next(((count, p) for count, p in rows if p is not None), None)
+    lines = [f"{'weak' if weak else 'strong'} scaling"]
+    cells = []
+    for count, planned in rows:
+        if planned is None or first is None:
+            cells.append([str(count), "-", "-", "-", "nothing fits"])
+            continue
+        rate = planned.tokens_per_s / count
+        efficiency = rate / (first[1].tokens_per_s / first[0])
+        bar = "#" * round(40 * min(efficiency, 1.25))
+        cells.append([
+            str(count), f"{planned.seconds:.3f}", f"{planned.tokens_per_s:,.0f}",
+            f"{100 * efficiency:.0f} % {bar}", str(planned.layout),
+        ])  # fmt: skip
+    return lines + table(("nodes", "step s", "tokens/s", "efficiency", "layout"), cells)
+
+
+def explain(planned: Planned) -> list[str]:
+    """One layout: whether it fits, and where time and memory go."""
+    lines = [f"{planned.layout} on {planned.job.devices} devices of {planned.job.machine.name}"]
+    lines += [reason] if (reason := why_not(planned)) else ["fits"]
+    return lines + show_parts(planned.time, planned.memory)

@@ -1,0 +1,311 @@
+"""Time of a step: layers into stages, stages through the schedule, then gradients and optimizer.
+
+`predict_time` returns parts that sum up to the step, on the rank that is busiest. Called by `search.py`,
+`validate.py` and the commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ridgeline.plan.job import Job
+from ridgeline.plan.kernels import moved_s
+from ridgeline.plan.layer import Cost, LayerCost, end_cost, layer_cost
+from ridgeline.plan.network import Group, collective_s, flat_ring_s, group_of, point_to_point_s
+from ridgeline.plan.own import is_half, own_ends, own_layer, own_recompute
+from ridgeline.plan.schedule import play
+
+OWN: Final = "ridgeline"
+PIECES: Final = 3.0
+"""How much longer copies of a few hundred kilobytes take than their bytes would."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on."""
+
+    products: float
+    attention: float
+    elementwise: float
+    tensor_parallel: float
+    host: float
+    """The device waits for the host to issue kernels."""
+    gathers: float
+    """Weights of ZeRO-3 that could not be hidden."""
+    bubble: float
+    """Waiting in the pipeline, and what stages send."""
+    gradients: float
+    """Exposed reduction of gradients over replicas."""
+    optimizer: float
+    other: float
+    pressure: float = 0.0
+    """What a device that is nearly full loses."""
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.products + self.attention + self.elementwise + self.tensor_parallel + self.host
+            + self.gathers + self.bubble + self.gradients + self.optimizer + self.other
+            + self.pressure
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One rank's microbatch, chunk by chunk."""
+
+    forward: list[Cost]
+    backward: list[Cost]
+
+
+def recompute_cost(job: Job, layer: LayerCost) -> Cost:
+    """What backward does again of a layer."""
+    if job.software.name == OWN:
+        return own_recompute(job.recompute, layer)
+    if job.recompute == "full":
+        return layer.forward
+    if job.recompute == "selective":
+        if job.software.attention != "flash":
+            return layer.core_forward
+        # Results of most products and of attention are kept; what is cheap is done again.
+        return Cost(
+            products=job.software.selective_products * layer.forward.products,
+            elementwise=layer.forward.elementwise,
+            kernels=layer.forward.kernels // 2,
+        )
+    return Cost()
+
+
+def stage_costs(job: Job, rank: int) -> _Stage:
+    """Forward and backward of one microbatch on one stage."""
+    group = job.tp_group()
+    if job.software.name == OWN and not job.software.compiled:
+        half = is_half(job.zero, job.precision)
+        layer = own_layer(job.machine, job.model, job.part, half, job.zero == 3, group)
+        ends = own_ends(job.machine, job.model, job.part, half, group)
+    else:
+        layer = layer_cost(job.machine, job.model, job.part, job.software, group)
+        ends = end_cost(job.machine, job.model, job.part, job.software, group)
+    again = recompute_cost(job, layer)
+    forward, backward = [], []
+    layers = job.layers_of(rank)
+    for chunk, count in enumerate(layers):
+        f, b = layer.forward.times(count), (layer.backward + again).times(count)
+        b = b + _gradient_sum(job, count)
+        if rank == 0 and chunk == 0:
+            f, b = f + ends.embed_forward, b + ends.embed_backward
+        if rank == job.pp - 1 and chunk == job.virtual - 1:
+            f, b = f + ends.head_forward, b + ends.head_backward
+        forward.append(f)
+        backward.append(b)
+    return _Stage(forward, backward)
+
+
+def _stages(job: Job) -> list[_Stage]:
+    """All stages; those in the middle with as many layers are alike."""
+    known: dict[tuple[int, ...], _Stage] = {}
+    stages = []
+    for rank in range(job.pp):
+        edge = 0 if rank == 0 else 2 if rank == job.pp - 1 else 1
+        key = (edge, *job.layers_of(rank))
+        if key not in known:
+            known[key] = stage_costs(job, rank)
+        stages.append(known[key])
+    return stages
+
+
+def _gradient_sum(job: Job, layers: int) -> Cost:
+    """Adding a microbatch's weight gradients to those before it."""
+    if job.software.fused_gradient_sum:
+        return Cost()
+    count = layers * job.model.layer_parameters(job.tp)
+    moved = count * (2.0 + 2.0 * job.software.gradient_bytes)
+    kernels = 12 * layers
+    return Cost(elementwise=moved_s(job.machine.device, moved, kernels), kernels=kernels)
+
+
+def parameters_of(job: Job, rank: int) -> int:
+    """Of one stage on one tensor-parallel rank."""
+    model = job.model
+    count = sum(job.layers_of(rank)) * model.layer_parameters(job.tp)
+    if rank == 0:
+        count += model.embedding_parameters(job.tp, job.vocab_multiple)
+    if rank == job.pp - 1:
+        count += model.norm_parameters
+        if not model.tied or job.pp > 1:
+            count += model.head_parameters(job.tp, job.vocab_multiple)
+    return count
+
+
+def predict_time(job: Job) -> StepTime:
+    """Seconds of a step."""
+    machine = job.machine
+    host_s = machine.device.host_kernel_s * job.software.host_share
+    stages = _stages(job)
+    sharp = job.software.sharpness
+    forward = [[c.seconds(host_s, sharp) for c in stage.forward] for stage in stages]
+    backward = [[c.seconds(host_s, sharp) for c in stage.backward] for stage in stages]
+    gathers = [0.0] * job.pp
+    for rank in range(job.pp) if _reduces_each(job) else ():
+        for chunk, layers in enumerate(job.layers_of(rank)):
+            count = layers * job.model.layer_parameters(job.tp)
+            if chunk == 0 and rank in (0, job.pp - 1):
+                count += parameters_of(job, rank) - sum(job.layers_of(rank)) * (
+                    job.model.layer_parameters(job.tp)
+                )
+            f, b = _sharded_extra(job, count, forward[rank][chunk], backward[rank][chunk])
+            forward[rank][chunk] += f
+            backward[rank][chunk] += b
+            gathers[rank] += (f + b) * job.microbatches
+    pipeline = _pipeline_s(job, forward, backward)
+    sums = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
+    busiest = max(range(job.pp), key=sums.__getitem__)
+    stage = stages[busiest]
+    total = Cost()
+    for cost in (*stage.forward, *stage.backward):
+        total = total + cost
+    total = total.times(job.microbatches)
+    busy = sums[busiest] * job.microbatches
+    reduction = max(
+        _gradients_s(job, rank, sum(backward[rank])) for rank in {0, busiest, job.pp - 1}
+    )
+    return StepTime(
+        products=total.products,
+        attention=total.attention,
+        elementwise=total.elementwise,
+        tensor_parallel=total.communication,
+        host=busy - gathers[busiest] - total.device_s,
+        gathers=gathers[busiest],
+        bubble=pipeline - busy,
+        gradients=reduction,
+        optimizer=max(_optimizer_s(job, rank) for rank in {0, job.pp - 1}),
+        other=machine.step_s,
+    )
+
+
+def lower_bound_s(job: Job) -> float:
+    """What no schedule can beat: a stage's own work, and the way there and back through the stages
+    before it. Without gathers, sends, or reductions."""
+    host_s = job.machine.device.host_kernel_s * job.software.host_share
+    sharp = job.software.sharpness
+    best, before = 0.0, 0.0
+    known: dict[tuple[int, ...], tuple[float, float]] = {}
+    for rank in range(job.pp):
+        edge = 0 if rank == 0 else 2 if rank == job.pp - 1 else 1
+        key = (edge, *job.layers_of(rank))
+        if key not in known:
+            stage = stage_costs(job, rank)
+            costs = (*stage.forward, *stage.backward)
+            first = stage.forward[0].seconds(host_s, sharp) + stage.backward[0].seconds(
+                host_s, sharp
+            )
+            known[key] = (sum(c.seconds(host_s, sharp) for c in costs), first)
+        work, first = known[key]
+        best = max(best, job.microbatches * work + before)
+        before += 0.0 if job.schedule == "zerobubble" else first
+    return best + _optimizer_s(job, 0) + job.machine.step_s
+
+
+def _pipeline_s(job: Job, forward: list[list[float]], backward: list[list[float]]) -> float:
+    if job.pp == 1:
+        return job.microbatches * (forward[0][0] + backward[0][0])
+    send = [send_s(job, rank) for rank in range(job.pp)]
+    blocking = not job.software.overlap_pp
+    if job.schedule == "zerobubble":
+        # Half of backward is for weights, and can wait.
+        weights = [[0.5 * s for s in row] for row in backward]
+        inputs = weights
+        return play(
+            "zerobubble", job.microbatches, forward, inputs, send, weights, blocking
+        ).seconds
+    return play(
+        job.schedule, job.microbatches, forward, backward, send, None, blocking, job.group
+    ).seconds
+
+
+def send_s(job: Job, rank: int) -> float:
+    """An activation from one stage to the next."""
+    size = 4.0 if job.precision in ("fp32", "tf32") else 2.0
+    num_bytes = size * job.samples * job.model.seq / job.cp * job.model.hidden
+    crosses = job.crosses_nodes(rank)
+    if job.tp > 1 and (job.sp or job.software.scatter_pp):
+        sent = point_to_point_s(job.machine, num_bytes / job.tp, crosses)
+        if not job.sp:
+            sent += collective_s(job.machine, "all_gather", num_bytes, job.tp_group())
+        return sent
+    return point_to_point_s(job.machine, num_bytes, crosses)
+
+
+def _reduces_each(job: Job) -> bool:
+    """Whether every microbatch gathers weights or reduces gradients."""
+    if job.dp * job.cp == 1:
+        return False
+    return job.zero == 3 or (job.zero == 2 and job.software.name == OWN)
+
+
+def _sharded_extra(
+    job: Job, count: float, forward_s: float, backward_s: float
+) -> tuple[float, float]:
+    """Time that gathering weights and scattering gradients adds to a microbatch of some layers."""
+    group = job.dp_group()
+    if job.shard:
+        group = group_of(job.machine, job.shard, job.tp)
+    ring = flat_ring_s if job.software.flat_zero else collective_s
+    kind = "all_reduce" if job.software.zero_sums_whole else "reduce_scatter"
+    reduce = ring(job.machine, kind, float(job.software.reduce_bytes) * count, group)
+    gather = 0.0
+    if job.zero == 3:
+        gather = ring(job.machine, "all_gather", 2.0 * count, group)
+    return (_exposed(job, gather, forward_s), _exposed(job, gather + reduce, backward_s))
+
+
+def _exposed(job: Job, communication: float, room: float) -> float:
+    hidden = min(communication, room)
+    return communication - hidden + job.machine.overlap_cost * hidden
+
+
+def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
+    """Reduction of gradients over replicas, as far as it is not hidden behind the last backward."""
+    group: Group = job.dp_group()
+    if group.size == 1:
+        return 0.0
+    machine, count = job.machine, parameters_of(job, rank)
+    if job.zero == 3:
+        if not job.shard or job.shard == job.dp:
+            return 0.0
+        across = Group(job.dp // job.shard, 1)
+        seconds = collective_s(
+            machine, "all_reduce", job.software.reduce_bytes * count / job.shard, across
+        )
+    elif job.zero:
+        # Every rank gets the sum of its part, and sends its new weights to the others.
+        seconds = collective_s(machine, "all_gather", 2.0 * count, group)
+        if not _reduces_each(job):
+            wire = job.software.reduce_bytes * count
+            seconds += collective_s(machine, "reduce_scatter", wire, group)
+    else:
+        seconds = collective_s(machine, "all_reduce", job.software.reduce_bytes * count, group)
+    if job.model.tied and job.pp > 1 and rank in (0, job.pp - 1):
+        tied = 2.0 * job.model.head_parameters(job.tp, job.vocab_multiple)
+        seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
+    return _exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds
+
+
+def rank_alone_s(job: Job, rank: int = 0) -> float:
+    """A step of one rank that waits for nobody and sends nothing: what a fake process group shows. In
+    place of gathering weights it copies them in small pieces, twice a microbatch."""
+    host_s = job.machine.device.host_kernel_s * job.software.host_share
+    stage = stage_costs(job, rank)
+    work = sum(
+        replace(cost, communication=0.0).seconds(host_s, job.software.sharpness)
+        for cost in (*stage.forward, *stage.backward)
+    )
+    if job.zero == 3:
+        work += moved_s(job.machine.device, 2 * 4.0 * parameters_of(job, rank) * PIECES, 0)
+    return job.microbatches * work + _optimizer_s(job, rank) + job.machine.step_s
+
+
+def _optimizer_s(job: Job, rank: int) -> float:
+    count = parameters_of(job, rank) / (job.sharers if job.zero else 1)
+    return moved_s(job.machine.device, job.software.optimizer_bytes_moved * count, 20)

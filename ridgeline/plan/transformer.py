@@ -1,0 +1,126 @@
+"""A decoder transformer in numbers: its sizes, its parameters, and its FLOPs as people count them.
+
+Everything that the planner knows of such a model follows from the sizes here; `layer.py` turns them into
+kernels and `memory.py` into bytes. `rows.py` builds one from a published row, `models.py` from a recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes of a decoder. Lengths are in elements; `seq` is the length it is trained at."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    seq: int
+    vocab: int
+    kv_heads: int = 0
+    """0: as many as `heads`."""
+    head_width: int = 0
+    """0: `hidden` / `heads`."""
+    gated: bool = False
+    """A second matrix beside the first of the feed-forward, multiplied in (SwiGLU)."""
+    tied: bool = True
+    """The output projection is the embedding."""
+    learned_positions: bool = True
+    """Else there are none that are parameters."""
+    rotary: bool = False
+    """Queries and keys are turned by their positions."""
+    rms_norm: bool = False
+    bias: bool = True
+    dropout: bool = True
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if not self.head_width:
+            object.__setattr__(self, "head_width", max(self.hidden // max(self.heads, 1), 1))
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
+
+    @property
+    def ffn_in(self) -> int:
+        """Columns of the first feed-forward product."""
+        return self.ffn * (2 if self.gated else 1)
+
+    @property
+    def norm_parameters(self) -> int:
+        return self.hidden * (1 if self.rms_norm else 2)
+
+    def padded_vocab(self, multiple: int) -> int:
+        """Rows of the embedding once padded so that every tensor-parallel rank has as many."""
+        return math.ceil(self.vocab / multiple) * multiple
+
+    def layer_matrices(self, tp: int = 1) -> int:
+        """Weights of one layer's four products on one tensor-parallel rank."""
+        qkv = self.hidden * (self.query_width + 2 * self.kv_width) / tp
+        out = self.query_width * self.hidden / tp
+        return round(qkv + out + self.hidden * self.ffn_in / tp + self.ffn * self.hidden / tp)
+
+    def layer_parameters(self, tp: int = 1) -> int:
+        biases = 0.0
+        if self.bias:
+            split = self.query_width + 2 * self.kv_width + self.ffn_in
+            biases = split / tp + 2 * self.hidden
+        return round(self.layer_matrices(tp) + biases + 2 * self.norm_parameters)
+
+    def embedding_parameters(self, tp: int = 1, multiple: int = 1) -> int:
+        """Of the tokens, and of the positions where those are learned."""
+        tokens = self.padded_vocab(multiple * tp) // tp * self.hidden
+        return tokens + (self.seq * self.hidden if self.learned_positions else 0)
+
+    def head_parameters(self, tp: int = 1, multiple: int = 1) -> int:
+        """The output projection where it is not the embedding, without the last norm."""
+        return self.padded_vocab(multiple * tp) // tp * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them, each counted once."""
+        count = self.layers * self.layer_parameters() + self.embedding_parameters()
+        return count + self.norm_parameters + (0 if self.tied else self.head_parameters())
+
+    def layer_flops(self, tokens: float) -> float:
+        """Forward, full (not halved for a causal mask) attention."""
+        products = 2.0 * tokens * self.layer_matrices()
+        return products + 4.0 * tokens * self.seq * self.query_width
+
+    def attention_flops(self, tokens: float) -> float:
+        """The two products of attention itself, forward, for all layers."""
+        return 4.0 * tokens * self.seq * self.query_width * self.layers
+
+    def head_flops(self, tokens: float) -> float:
+        return 2.0 * tokens * self.hidden * self.vocab
+
+    def step_flops(self, tokens: float, kind: str) -> float:
+        """FLOPs of a step by a published definition.
+
+        `hardware`: Narayanan et al. 2021, with one more forward pass of the layers for recompute.
+        `model`: the same without it. `6n`: six a parameter and token, and the attention's own.
+        `6n causal`: the attention counted once, as a causal mask needs.
+        """
+        layers = self.layers * self.layer_flops(tokens)
+        if kind == "hardware":
+            return 4.0 * layers + 3.0 * self.head_flops(tokens)
+        if kind == "hardware x4":
+            return 4.0 * (layers + self.head_flops(tokens))
+        if kind == "model":
+            return 3.0 * layers + 3.0 * self.head_flops(tokens)
+        attention = 3.0 * self.attention_flops(tokens)
+        if kind == "model causal":
+            return 3.0 * layers + 3.0 * self.head_flops(tokens) - attention / 2.0
+        weights = 6.0 * tokens * self.num_parameters
+        return weights + (attention / 2.0 if kind == "6n causal" else attention)

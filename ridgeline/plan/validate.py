@@ -1,0 +1,262 @@
+"""The planner against what others measured: errors by set, the worst rows, and false "fits".
+
+`validate` predicts every row that it can express and says of the others why not; `calibrate` fits a few
+physical parameters of the machine on at most 15 rows, inside bounds. The command is
+`ridgeline plan validate`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ridgeline.errors import UsageError
+from ridgeline.plan import kernels, layer, schedule
+from ridgeline.plan.job import Job
+from ridgeline.plan.machine import Machine
+from ridgeline.plan.memory import GIB, fits, stage_memory
+from ridgeline.plan.predict import predict
+from ridgeline.plan.rows import ReadRow, Row, Unreadable, read_row
+
+MAX_CALIBRATION_ROWS: Final = 15
+
+BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "device.gemm_efficiency": (0.65, 0.97),
+    "device.memory_efficiency": (0.55, 0.95),
+    "device.tile_overhead": (16.0, 384.0),
+    "device.kernel_s": (1e-6, 8e-6),
+    "device.host_kernel_s": (5e-6, 90e-6),
+    "device.flash_efficiency": (0.25, 0.80),
+    "intra.efficiency": (0.45, 0.92),
+    "intra.latency_s": (5e-6, 120e-6),
+    "inter.efficiency": (0.15, 0.98),
+    "overlap_cost": (0.0, 0.6),
+    "step_s": (0.0, 30e-3),
+}
+"""What may be fitted, and between which values it is still physics: efficiencies below what the best
+published kernels reach, latencies from those of one hop to those of a loaded machine."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One row beside its prediction."""
+
+    id: str
+    set: str
+    values: dict[str, Any]
+    """As written by `--out`."""
+    time_error: float | None = None
+    """Relative, in the measure that the row states."""
+    memory_error: float | None = None
+    false_fit: bool = False
+    """Said to fit where the run went out of memory."""
+    skipped: str = ""
+
+
+Change = Callable[[Machine], Machine]
+
+
+def check_row(row: Row, index: int, change: Change | None = None) -> Checked:
+    """Predict one row."""
+    name, group = str(row.get("id", f"row-{index}")), str(row.get("set", ""))
+    kind = str(row.get("kind", "measured"))
+    try:
+        if kind != "measured":
+            raise Unreadable(f"the row is {kind}, not measured")
+        read = read_row(row, index)
+    except Unreadable as error:
+        return Checked(name, group, {"id": name, "skipped": str(error)}, skipped=str(error))
+    job = read.job if change is None else read.job.replace(machine=change(read.job.machine))
+    return _check(replace(read, job=job))
+
+
+def _check(read: ReadRow) -> Checked:
+    job, measured = read.job, read.measured
+    predicted = predict(job)
+    seconds = predicted.seconds
+    tokens = job.tokens / seconds / job.devices
+    flops = job.model.step_flops(job.tokens, measured.flops_kind)
+    tflops = flops / seconds / job.devices / 1e12
+    values: dict[str, Any] = {
+        "id": read.id,
+        "predicted_s": seconds,
+        "predicted_tflops_per_gpu": tflops,
+        "predicted_tokens_per_s_per_gpu": tokens,
+    }
+    time_error: float | None = None
+    found: dict[str, float | bool] = {}
+    for key, was, said in (
+        ("iter_s", measured.seconds, seconds),
+        ("tokens_per_s_per_gpu", measured.tokens_per_s, tokens),
+        ("tflops_per_gpu", measured.tflops, tflops),
+    ):
+        if was is not None:
+            found[key] = was
+            if time_error is None:
+                time_error = said / was - 1.0
+    memory_error, false_fit = None, False
+    if measured.memory_bytes is not None or measured.out_of_memory:
+        last = measured.memory_rank == "last"
+        memory = stage_memory(job, job.pp - 1) if last else predicted.memory
+        said = float(getattr(memory, measured.memory_kind))
+        values["predicted_mem_gib"] = said / GIB
+        values["predicted_fits"] = fits(job, predicted.memory)
+        if measured.memory_bytes is not None:
+            found["mem_gib"] = measured.memory_bytes / GIB
+            memory_error = said / measured.memory_bytes - 1.0
+        if measured.out_of_memory:
+            found["oom"] = True
+            false_fit = bool(values["predicted_fits"])
+    if time_error is None and memory_error is None and not measured.out_of_memory:
+        reason = "nothing that is predicted was measured"
+        return Checked(read.id, read.set, {"id": read.id, "skipped": reason}, skipped=reason)
+    values["measured"] = found
+    values["error_pct"] = None if time_error is None else 100.0 * time_error
+    if memory_error is not None:
+        values["memory_error_pct"] = 100.0 * memory_error
+    return Checked(read.id, read.set, values, time_error, memory_error, false_fit)
+
+
+def check_rows(rows: Sequence[Row], change: Change | None = None) -> list[Checked]:
+    return [check_row(row, index, change) for index, row in enumerate(rows)]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Errors of one set in per cent."""
+
+    set: str
+    what: str
+    """`time` or `memory`."""
+    rows: int
+    mean: float
+    median: float
+    p90: float
+    bias: float
+    worst: tuple[tuple[str, float], ...]
+
+
+def summarize(checked: Sequence[Checked]) -> list[Summary]:
+    found = []
+    for name in dict.fromkeys(c.set for c in checked):
+        for what in ("time", "memory"):
+            pairs = [
+                (c.id, 100.0 * error)
+                for c in checked
+                if c.set == name and (error := getattr(c, f"{what}_error")) is not None
+            ]
+            if pairs:
+                found.append(_summary(name, what, pairs))
+    return found
+
+
+def _summary(name: str, what: str, pairs: list[tuple[str, float]]) -> Summary:
+    sizes = sorted(abs(error) for _, error in pairs)
+    return Summary(
+        name,
+        what,
+        len(pairs),
+        statistics.fmean(sizes),
+        statistics.median(sizes),
+        sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))],
+        statistics.fmean(error for _, error in pairs),
+        tuple(sorted(pairs, key=lambda pair: -abs(pair[1]))[:5]),
+    )
+
+
+def calibrate(rows: Sequence[Row], names: Sequence[str] = tuple(BOUNDS)) -> dict[str, float]:
+    """Factors on the machines' parameters that fit at most 15 rows best, each parameter within its
+    bounds: a coordinate search from the shipped values, on the error of time with a light pull towards
+    where it started."""
+    if len(rows) > MAX_CALIBRATION_ROWS:
+        raise UsageError(
+            f"{len(rows)} rows in --calibrate are more than the {MAX_CALIBRATION_ROWS} that are allowed; "
+            "leave some out"
+        )
+    reads = []
+    for index, row in enumerate(rows):
+        try:
+            read = read_row(row, index)
+        except Unreadable:
+            continue
+        if _measured_s(read) is not None:
+            reads.append(read)
+    if not reads:
+        raise UsageError("no row in --calibrate has a time that can be predicted; choose others")
+    machines = list(dict.fromkeys(read.job.machine for read in reads))
+    factors = dict.fromkeys(names, 1.0)
+    best, steps = _loss(reads, factors), dict.fromkeys(names, 0.16)
+    for _ in range(14):
+        for name in names:
+            low, high = BOUNDS[name]
+            for sign in (1.0, -1.0):
+                factor = factors[name] * (1.0 + sign * steps[name])
+                if not all(low <= _get(machine, name) * factor <= high for machine in machines):
+                    continue
+                tried = {**factors, name: factor}
+                loss = _loss(reads, tried)
+                if loss < best - 1e-6:
+                    best, factors = loss, tried
+                    steps[name] *= 1.3
+                    break
+            else:
+                steps[name] /= 2.0
+        if max(steps.values()) < 0.005:
+            break
+    return factors
+
+
+def _measured_s(read: ReadRow) -> float | None:
+    measured, job = read.measured, read.job
+    if measured.seconds is not None:
+        return measured.seconds
+    if measured.tokens_per_s is not None:
+        return job.tokens / measured.tokens_per_s / job.devices
+    if measured.tflops is not None:
+        flops = job.model.step_flops(job.tokens, measured.flops_kind)
+        return flops / measured.tflops / 1e12 / job.devices
+    return None
+
+
+def _loss(reads: list[ReadRow], factors: dict[str, float]) -> float:
+    change = changed(factors)
+    clear_caches()
+    errors = []
+    for read in reads:
+        job: Job = read.job.replace(machine=change(read.job.machine))
+        was = _measured_s(read)
+        assert was is not None
+        errors.append(abs(predict(job).seconds / was - 1.0))
+    pull = sum(abs(factor - 1.0) for factor in factors.values()) / len(factors)
+    # The mean and the median: one wild row should not bend the rest.
+    return statistics.fmean(errors) + 0.3 * statistics.median(errors) + 0.02 * pull
+
+
+def changed(factors: dict[str, float]) -> Change:
+    """A change of machines that multiplies these parameters, each kept within its bounds."""
+
+    def change(machine: Machine) -> Machine:
+        values = {}
+        for name, factor in factors.items():
+            low, high = BOUNDS[name]
+            values[name] = min(max(_get(machine, name) * factor, low), high)
+        return machine.replace(**values)
+
+    return change
+
+
+def clear_caches() -> None:
+    """Results are kept by machine's name and sizes, which calibration changes under them."""
+    kernels.gemm_s.cache_clear()
+    layer.layer_cost.cache_clear()
+    layer.end_cost.cache_clear()
+    schedule._play.cache_clear()
+
+
+def _get(machine: Machine, name: str) -> float:
+    value: Any = machine
+    for part in name.split("."):
+        value = getattr(value, part)
+    return float(value)
