@@ -39,10 +39,12 @@ def predict(job: Job, memory: StepMemory | None = None) -> Prediction:
     returned and asked for again, and both wait for the device."""
     memory = memory or predict_memory(job)
     time = predict_time(job)
-    over = min(memory.device / job.machine.device.memory_bytes, FULL) - PRESSED
-    if over > 0:
-        time = replace(time, pressure=over * time.seconds)
-    return Prediction(time, memory)
+    return Prediction(replace(time, pressure=pressure(job, memory) * time.seconds), memory)
+
+
+def pressure(job: Job, memory: StepMemory) -> float:
+    """By how much a device that is nearly full is slower."""
+    return max(min(memory.device / job.machine.device.memory_bytes, FULL) - PRESSED, 0.0)
 
 
 def predict_layout(

@@ -16,7 +16,7 @@ from ridgeline.layout import Layout, check_available, check_layout
 from ridgeline.plan.job import Job, job_from_layout
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import StepMemory, fits, predict_memory
-from ridgeline.plan.predict import predict
+from ridgeline.plan.predict import predict, pressure
 from ridgeline.plan.software import RIDGELINE, Software
 from ridgeline.plan.time import StepTime, lower_bound_s, parameters_of
 from ridgeline.plan.transformer import Transformer
@@ -172,7 +172,8 @@ def search(
             if closest is None or memory.device < closest[1]:
                 closest = (layout, memory.device)
             continue
-        candidates.append((lower_bound_s(job), looked_at, layout, job, memory))
+        bound = lower_bound_s(job) * (1.0 + pressure(job, memory))
+        candidates.append((bound, looked_at, layout, job, memory))
     if by == "memory":
         chosen = heapq.nsmallest(top, candidates, key=lambda c: c[4].device)
         best = [Planned(c[2], c[3], predict(c[3], c[4]).time, c[4]) for c in chosen]

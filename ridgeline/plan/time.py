@@ -185,26 +185,40 @@ def predict_time(job: Job) -> StepTime:
 
 
 def lower_bound_s(job: Job) -> float:
-    """What no schedule can beat: a stage's own work, and the way there and back through the stages
-    before it. Without gathers, sends, or reductions."""
+    """What no schedule can beat: a stage's own work, the way there and back through the stages before
+    it, the exposed reduction of gradients and the optimizer."""
     host_s = job.machine.device.host_kernel_s * job.software.host_share
-    sharp = job.software.sharpness
-    best, before = 0.0, 0.0
-    known: dict[tuple[int, ...], tuple[float, float]] = {}
+    sharp, blocking = job.software.sharpness, not job.software.overlap_pp
+    best = before = 0.0
+    known: dict[tuple[int, ...], tuple[float, float, float]] = {}
+    sends: dict[bool, float] = {}
     for rank in range(job.pp):
         edge = 0 if rank == 0 else 2 if rank == job.pp - 1 else 1
         key = (edge, *job.layers_of(rank))
         if key not in known:
             stage = stage_costs(job, rank)
-            costs = (*stage.forward, *stage.backward)
-            first = stage.forward[0].seconds(host_s, sharp) + stage.backward[0].seconds(
-                host_s, sharp
-            )
-            known[key] = (sum(c.seconds(host_s, sharp) for c in costs), first)
-        work, first = known[key]
-        best = max(best, job.microbatches * work + before)
-        before += 0.0 if job.schedule == "zerobubble" else first
-    return best + _optimizer_s(job, 0) + job.machine.step_s
+            forward = [c.seconds(host_s, sharp) for c in stage.forward]
+            backward = [c.seconds(host_s, sharp) for c in stage.backward]
+            if _reduces_each(job):
+                count = min(job.layers_of(rank)) * job.model.layer_parameters(job.tp)
+                for chunk in range(job.virtual):
+                    f, b = _sharded_extra(job, count, forward[chunk], backward[chunk])
+                    forward[chunk] += f
+                    backward[chunk] += b
+            known[key] = (sum(forward), sum(backward), forward[0] + backward[0])
+        ahead, back, first = known[key]
+        crosses = job.crosses_nodes(rank)
+        if job.pp > 1 and crosses not in sends:
+            sends[crosses] = send_s(job, rank)
+        send = sends.get(crosses, 0.0)
+        sent = (rank < job.pp - 1) + (rank > 0)
+        work = ahead + back + (sent * min(sends.values()) if blocking and job.pp > 1 else 0.0)
+        # The last gradient sent is in both terms.
+        twice = min(sends.values()) if blocking and rank > 0 else 0.0
+        best = max(best, job.microbatches * work + before - twice)
+        before += 0.0 if job.schedule == "zerobubble" else first + (2 * send if job.pp > 1 else 0.0)
+    reduction = _gradients_s(job, 0, float("inf"))
+    return best + reduction + _optimizer_s(job, 0) + job.machine.step_s
 
 
 def _pipeline_s(job: Job, forward: list[list[float]], backward: list[list[float]]) -> float:
