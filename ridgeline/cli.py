@@ -126,15 +126,17 @@ def train(
         exclusive=exclusive, array=array, chain=chain, after=after, requeue=requeue, site=site,
         container=container, directives=directive, setup=setup,
     )  # fmt: skip
-    said = {"restart.times": restarts, "restart.min_ranks": min_ranks}
-    options = [f"{key}={value}" for key, value in said.items() if value is not None]
+    settings = {"restart.times": restarts, "restart.min_ranks": min_ranks}
+    options = [f"{key}={value}" for key, value in settings.items() if value is not None]
     asked = _Asked(recipe, [*(overrides or []), *options], into, out, fresh)
     if on is None:
         on = "auto" if site is not None else None
     if on is None or on == "local":
         jobs.refuse_job_options(wanted, hosts, dry_run, here)
-        _train_here(asked, num_processes, bind)
+        jobs.check_bind(bind)
+        _train_here(asked, num_processes, bind, wanted)
         return
+    said = wanted
     kind, place, wanted = jobs.where_to(on, "--on", wanted, bind, hosts, ssh)
     if jobs.queued(kind, here):
         _submit(asked, kind, place, wanted, dry_run)
@@ -143,7 +145,8 @@ def train(
             f"--dry-run prints the script of a job, and {kind} has none here: it starts the ranks itself"
         )
     else:
-        _train_spread(asked, kind, place)
+        jobs.refuse_queue_options(kind, said, hosts, here)
+        _train_spread(asked, kind, place, wanted)
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,7 @@ class _Asked:
         return self.for_index(str(read_array(array).first))
 
 
-def _train_here(asked: _Asked, num_processes: int | None, bind: str) -> None:
-    from ridgeline.launch.env import read_limits
+def _train_here(asked: _Asked, num_processes: int | None, bind: str, wanted: Wanted) -> None:
     from ridgeline.launch.start import Local
     from ridgeline.rundir import CONFIG, RunDir
 
@@ -189,17 +191,15 @@ def _train_here(asked: _Asked, num_processes: int | None, bind: str) -> None:
     require_torch("training")
     count = num_processes or _default_processes(config, RunDir(into) if known and into else None)
     _check_before_start(config, count)
-    _train_in(
-        asked, config, into, Local(count, num_cores(), bind), replace(read_limits(), ends_at=None)
-    )
+    limits = jobs.limits_here("local", wanted)
+    _train_in(asked, config, into, Local(count, num_cores(), bind), limits)
 
 
-def _train_spread(asked: _Asked, kind: str, place: Place) -> None:
+def _train_spread(asked: _Asked, kind: str, place: Place, wanted: Wanted) -> None:
     """In the nodes of the job around, or on hosts that answer."""
-    from ridgeline.launch.env import read_limits
     from ridgeline.launch.nodes import allocation_of, build_spread
 
-    limits, given = read_limits(), allocation_of(kind)
+    limits, given = jobs.limits_here(kind, wanted), allocation_of(kind)
     if limits.array and given is not None and given.array_index:
         asked = asked.for_index(given.array_index)
     config, into = asked.load()
@@ -234,12 +234,18 @@ def _train_in(
 def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: bool) -> None:
     """A job whose script trains, with the configuration as it is now in the run directory."""
     from ridgeline.config import dump_config
+    from ridgeline.launch.lock import locked
     from ridgeline.rundir import CONFIG, RunDir
 
+    if asked.fresh and wanted.array is not None:
+        raise UsageError(
+            "--fresh with --array would start over at every requeue; choose another --run"
+        )
     config, into = asked.load() if wanted.array is None else asked.for_first(wanted.array).load()
     into = asked.into if wanted.array is not None else into
     count = (place.nodes or 1) * (place.per_node or 1)
     _check_before_start(config, count)
+    made = into is None and not dry_run
     if into is not None:
         path = into
     elif dry_run:
@@ -251,14 +257,14 @@ def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: boo
         words += [str(path.absolute())]
     else:
         words += [asked.recipe, *asked.overrides, "--run", str(path.absolute())]
-    words += ["--fresh"] if asked.fresh and wanted.array is not None else []
     words += ["--on", kind, "--here", *jobs.place_options(place, wanted)]
     job = jobs.job_of(wanted, words, path, wanted.name or config.name)
     if not dry_run and wanted.array is None:
-        run = RunDir.at(path)
-        if asked.fresh:
-            run.start_over()
-        run.write_text(CONFIG, dump_config(config))
+        run = RunDir(path) if made else RunDir.at(path)
+        with locked(run.path):
+            if asked.fresh:
+                run.start_over()
+            run.write_text(CONFIG, dump_config(config))
     jobs.hand_over(job, kind, wanted.chain, dry_run)
 
 

@@ -10,17 +10,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ridgeline.errors import Requeue, RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError, unknown_word
 
 if TYPE_CHECKING:
+    from ridgeline.launch.env import Limits
     from ridgeline.launch.nodes import Place
     from ridgeline.launch.request import Wanted
 
@@ -30,13 +31,20 @@ class _CommandsOrJob(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            if not args[0].startswith("-"):
+                place = "`ridgeline launch`; what the ranks are to run stands behind --"
+                raise unknown_word("command", args[0], self.commands, place)
+            if "--" not in args and "--help" not in args:
+                raise UsageError(
+                    "what the ranks are to run stands behind --, e.g. ridgeline launch -n 2 -- python x.py"
+                )
             args = ["start", *args]
         return super().parse_args(ctx, args)
 
 
 launch_app = typer.Typer(
     help="Start a command on many ranks, under the scheduler that is there: "
-    "ridgeline launch -N 2 -n 4 -- python train.py",
+    "ridgeline launch -N 2 -n 4 -- python train.py (its options: ridgeline launch start --help).",
     no_args_is_help=True,
     cls=_CommandsOrJob,
 )
@@ -95,7 +103,7 @@ _FIELDS = (
 )
 
 
-@launch_app.command("start", hidden=True)
+@launch_app.command("start")
 def start(
     command: Annotated[list[str], typer.Argument(help="What every rank runs, behind --.")],
     scheduler: Annotated[
@@ -104,7 +112,7 @@ def start(
     ] = "auto",
     nodes: Nodes = None,
     per_node: Annotated[
-        int | None, typer.Option("-n", "--per-node", min=1, help="Ranks on each node.")
+        int | None, typer.Option("-n", "--per-node", min=1, help="Ranks on each node; default: 1.")
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where the script and the logs go; default: jobs/NAME-TIME.")
@@ -143,10 +151,13 @@ def start(
         chain=chain, after=after, requeue=requeue, site=site, container=container,
         directives=directive, setup=setup,
     )  # fmt: skip
+    said = wanted
     kind, place, wanted = where_to(scheduler, "--scheduler", wanted, bind, hosts, ssh)
     called = wanted.name or Path(command[0]).stem
     if queued(kind, here):
-        where = folder or Path("jobs") / f"{_plain(called)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        # A command that knows nothing of being stopped would start over and over.
+        wanted = replace(wanted, requeue_only_asked=wanted.requeue is None)
+        where = folder or _new_folder(called, make=not dry_run)
         again = ["launch", "--scheduler", kind, "--here", "--folder", str(where.absolute())]
         again += place_options(place, wanted)
         job = job_of(wanted, [*again, "--", *command], where, called)
@@ -156,7 +167,27 @@ def start(
         raise UsageError(
             f"--dry-run prints the script of a job, and {kind} has none here: it starts the ranks itself"
         )
-    _run_here(kind, place, command, folder)
+    refuse_queue_options(kind, said, hosts, here)
+    _run_here(kind, place, command, folder, wanted)
+
+
+def _new_folder(called: str, make: bool) -> Path:
+    """A folder of its own for each job, also for two in one second."""
+    stamp = f"{_plain(called)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        path = Path("jobs") / (stamp if number == 1 else f"{stamp}-{number}")
+        if not make and not path.exists():
+            return path
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(
+                f"cannot make {path} ({error.strerror}); choose another place with --folder DIR"
+            ) from error
+        return path
+    raise UsageError(f"a thousand jobs named {stamp} are there already; choose a --folder")
 
 
 def _plain(name: str) -> str:
@@ -165,18 +196,17 @@ def _plain(name: str) -> str:
     return Job(name, (), Path(), Path()).scheduler_name
 
 
-def _run_here(kind: str, place: Place, command: list[str], folder: Path | None) -> None:
+def _run_here(
+    kind: str, place: Place, command: list[str], folder: Path | None, wanted: Wanted
+) -> None:
     """Ranks now, in the nodes of the job around or on hosts that answer."""
-    from ridgeline.launch.env import read_limits
     from ridgeline.launch.job import LOGS
     from ridgeline.launch.nodes import allocation_of, build_spread
     from ridgeline.launch.supervise import supervise
 
-    limits = read_limits()
+    limits = limits_here(kind, wanted)
     spread = build_spread(kind, place)
-    where = (
-        folder or Path("jobs") / f"{_plain(Path(command[0]).stem)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    where = folder or _new_folder(wanted.name or Path(command[0]).stem, make=True)
     given = allocation_of(kind)
     if limits.array and given is not None and given.array_index:
         where = where / given.array_index
@@ -193,13 +223,19 @@ def told(folder: Path) -> Iterator[None]:
     """A failure is left in the folder too, for `ridgeline launch logs`."""
     from ridgeline.launch.logs import clear_failure, note_failure
 
-    clear_failure(folder)
+    try:
+        clear_failure(folder)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {folder}: {error.strerror}; choose another folder"
+        ) from error
     try:
         yield
     except Requeue:
         raise
     except (RunError, UsageError) as error:
-        note_failure(folder, error)
+        with suppress(OSError):
+            note_failure(folder, error)
         raise
 
 
@@ -214,7 +250,9 @@ def put_back(kind: str) -> Iterator[None]:
         yield
     except Requeue as error:
         given, scheduler = allocation_of(kind), SCHEDULERS.get(kind)
-        if given is None or scheduler is None or not read_limits().requeue:
+        limits = read_limits()
+        wished = limits.requeue or (limits.requeue_asked and not error.signal)
+        if given is None or scheduler is None or not wished:
             raise
         if error.signal == "SIGTERM" and not scheduler.preempted(given.job_id):
             # Cancelled: whoever did that does not want to see the job again.
@@ -222,7 +260,10 @@ def put_back(kind: str) -> Iterator[None]:
         typer.echo(f"job {given.job_id} goes back into the queue", err=True)
         sys.stderr.flush()
         # The scheduler may end this process before the next line.
-        scheduler.requeue(given.job_id)
+        try:
+            scheduler.requeue(given.job_id)
+        except RunError as refused:
+            typer.echo(f"ridgeline: {refused}; submit the script again", err=True)
         raise
 
 
@@ -253,6 +294,7 @@ def where_to(
     from ridgeline.launch.nodes import Place, resolve_kind
     from ridgeline.launch.request import choose_container, fill_from_site
 
+    check_bind(bind)
     wanted, site = fill_from_site(wanted)
     if said == "auto" and site is not None and site.scheduler is not None:
         said = site.scheduler
@@ -277,7 +319,7 @@ def refuse_job_options(wanted: Wanted, hosts: str | None, dry_run: bool, here: b
     given = [
         name
         for name, value in vars(wanted).items()
-        if value != getattr(Wanted(), name) and name != "per_node"
+        if value != getattr(Wanted(), name) and name not in ("per_node", "time_s", "warn_s")
     ]
     given += ["hosts"] if hosts else []
     given += ["dry-run"] if dry_run else []
@@ -289,6 +331,49 @@ def refuse_job_options(wanted: Wanted, hosts: str | None, dry_run: bool, here: b
         raise UsageError(
             f"--{option.replace('_', '-')} is for jobs; say where with --on, e.g. --on slurm"
         )
+
+
+_QUEUE_ONLY = (
+    "array", "chain", "after", "partition", "account", "qos", "constraint", "reservation", "memory",
+    "exclusive", "requeue", "directives", "setup",
+)  # fmt: skip
+
+
+def refuse_queue_options(kind: str, said: Wanted, hosts: str | None, here: bool | None) -> None:
+    """What only a queue could do is not passed over in silence where there is none. In a job of one, its
+    script says the same again."""
+    from ridgeline.launch.nodes import WITHOUT_QUEUE
+    from ridgeline.launch.request import Wanted
+
+    if here:
+        return
+    given = [name for name in _QUEUE_ONLY if getattr(said, name) != getattr(Wanted(), name)]
+    given += ["hosts"] if hosts and kind not in ("ssh", "mpi") else []
+    if given and kind in WITHOUT_QUEUE:
+        option = {"directives": "directive"}.get(given[0], given[0])
+        raise UsageError(f"--{option} means nothing to {kind}, which has no queue; leave it out")
+
+
+def check_bind(bind: str) -> None:
+    from ridgeline.launch.bind import MODES
+
+    if bind not in MODES:
+        raise unknown_word("mode", bind, MODES, "--bind")
+
+
+def limits_here(kind: str, wanted: Wanted) -> Limits:
+    """The time there is: what the job's script or its scheduler says, or what was asked for where there is
+    no job."""
+    from ridgeline.launch.env import read_limits
+    from ridgeline.launch.nodes import allocation_of
+
+    limits, given = read_limits(), allocation_of(kind)
+    if given is not None:
+        return limits if limits.ends_at else replace(limits, ends_at=given.ends_at)
+    if wanted.time_s is None:
+        return limits
+    warn_s = min(120 if wanted.warn_s is None else wanted.warn_s, wanted.time_s // 2)
+    return replace(limits, ends_at=time.time() + wanted.time_s, warn_s=warn_s)
 
 
 def queued(kind: str, here: bool | None) -> bool:
@@ -386,10 +471,17 @@ def cancel(
     from ridgeline.launch.records import find_record
     from ridgeline.launch.schedulers.table import find_scheduler
 
-    records = [find_record(job) for job in jobs]
-    for record in records:
-        find_scheduler(record.scheduler).cancel(record.id)
-        typer.echo(f"job {record.id}: cancelled")
+    for record in [find_record(job) for job in jobs]:
+        scheduler = find_scheduler(record.scheduler)
+        # Links of a chain that come after it go first, or they would start in its place.
+        later = record.chain[record.chain.index(record.id) :] if record.id in record.chain else ()
+        for number in reversed(later or (record.id,)):
+            state = scheduler.status(number).state
+            if state in ("done", "failed", "cancelled", "timeout"):
+                typer.echo(f"job {number}: was over already ({state})")
+                continue
+            scheduler.cancel(number)
+            typer.echo(f"job {number}: cancelled")
 
 
 @launch_app.command("list")

@@ -102,7 +102,7 @@ def hub_address(environ: Mapping[str, str] | None = None) -> str:
     if not env.get(HUB):
         raise UsageError(
             f"{HUB} is not set: `python -m ridgeline.launch.rank` is started by `ridgeline launch` and "
-            "by `ridgeline train --with`, not by hand"
+            "by `ridgeline train --on`, not by hand"
         )
     return env[HUB]
 
@@ -115,6 +115,8 @@ class Limits:
     """Seconds since 1970."""
     warn_s: float
     requeue: bool
+    requeue_asked: bool
+    """Whether the job goes back only when its command asks for it, by its exit code."""
     array: bool
     lost_s: float | None
     """Silence after which a host is given up, where that is not the usual."""
@@ -126,6 +128,7 @@ def read_limits(environ: Mapping[str, str] | None = None) -> Limits:
         ends_at=whole_number(env, ENDS_AT) if env.get(ENDS_AT) else None,
         warn_s=whole_number(env, WARN_S) if env.get(WARN_S) else 120,
         requeue=env.get(REQUEUE, "") == "1",
+        requeue_asked=env.get(REQUEUE, "") == "asked",
         array=env.get(ARRAY, "") == "1",
         lost_s=whole_number(env, LOST) if env.get(LOST) else None,
     )

@@ -120,6 +120,8 @@ class Hub:
         """By rank."""
         self._strangers: set[_Caller] = set()
         self._started = False
+        self._early = ""
+        """The signal that ranks are to get as soon as they have started."""
         self._begun = time.monotonic()
         self._failed_at: float | None = None
         self._lock = threading.Lock()
@@ -138,6 +140,9 @@ class Hub:
 
     def signal(self, name: str, ranks: Iterable[int] | None = None) -> None:
         """Have the wrappers send a signal to their ranks."""
+        if not self._started:
+            self._early = name  # those who have not come yet have to hear of it too
+            return
         self._tell({"signal": name}, ranks)
 
     def end(self, why: str) -> None:
@@ -207,11 +212,16 @@ class Hub:
             if not isinstance(message, dict):
                 self._gone(caller)
                 return
-            self._hear(caller, message)
+            try:
+                self._hear(caller, message)
+            except (TypeError, KeyError, ValueError):
+                self._gone(caller)  # it does not speak as ours do
+                return
 
     def _hear(self, caller: _Caller, message: dict[str, Any]) -> None:
         if caller.member is None:
-            if not hmac.compare_digest(str(message.get("token", "")), self._token):
+            said = str(message.get("token", "")).encode()
+            if not hmac.compare_digest(said, self._token.encode()):
                 self._gone(caller)
                 return
             self._join(caller, message["hello"])
@@ -263,9 +273,12 @@ class Hub:
             "start": {
                 "master_addr": members[0].address,
                 "members": [_as_list(member) for member in members],
+                "lost_s": self._lost_s,
             }
         }
         self._tell(message)
+        if self._early:
+            self._tell({"signal": self._early})
 
     def _placed(self) -> list[Member]:
         """Every member with an address that the others reach and the place of its node."""

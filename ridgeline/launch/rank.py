@@ -29,6 +29,7 @@ from ridgeline.errors import Requeue, RunError, UsageError
 from ridgeline.launch.bind import MODES, Bound, bind_rank, binding_variables, show_bindings
 from ridgeline.launch.env import (
     BINDING,
+    HUB,
     LAUNCHER,
     RANK_VARIABLES,
     RankEnv,
@@ -58,6 +59,9 @@ class Line:
         self.socket = connection
         self._buffer = bytearray()
         self.heard = time.monotonic()
+        self.pending: list[dict[str, Any]] = []
+        """What came with the start and is still to be heeded."""
+        self.lost_s = LOST_S
         self.over = False
         """Whether the hub has said that all is to end."""
 
@@ -151,8 +155,10 @@ def join(env: RankEnv, view: View) -> tuple[Line, list[Member]]:
         messages = line.read()
         if messages is None:
             raise RunError("the job's first process is gone before all ranks had come")
-        for message in messages:
+        for number, message in enumerate(messages):
             if "start" in message:
+                line.pending = messages[number + 1 :]
+                line.lost_s = message["start"]["lost_s"]
                 return line, read_members(message["start"]["members"])
             if "end" in message:
                 raise RunError(message["end"])
@@ -170,7 +176,12 @@ class Child:
         logs.mkdir(parents=True, exist_ok=True)
         self._copies: list[threading.Thread] = []
         environment = {**os.environ, **variables, LAUNCHER: str(os.getpid())}
-        options: dict[str, Any] = {"env": environment, "preexec_fn": _end_with_parent}
+        environment.pop(HUB, None)  # the secret is the wrapper's
+        options: dict[str, Any] = {
+            "env": environment,
+            "preexec_fn": _end_with_parent,
+            "process_group": 0,
+        }
         shown = rank == 0
         # On a terminal the command gets it, so that its progress bars work.
         if shown and on_terminal() and sys.stdout.isatty():
@@ -189,10 +200,23 @@ class Child:
             thread.start()
             self._copies.append(thread)
 
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def end(self, number: int) -> None:
+        """The command and all that it has started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def finish(self) -> None:
+        """What it has left behind ends with it; all that it wrote is passed on."""
+        self.end(signal.SIGKILL)
+        for thread in self._copies:
+            thread.join(5.0)
+
     def tail(self) -> str:
         """The last lines of what it wrote."""
-        for thread in self._copies:
-            thread.join(2.0)
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
@@ -234,19 +258,20 @@ def stand_by(child: Child, line: Line) -> int:
     alive: list[Any] = [line.socket]
     while process.poll() is None:
         readable, _, _ = select.select(alive, [], [], 0.1)
-        messages = line.read() if readable else []
+        messages = line.read() if readable else line.pending
+        line.pending = []
         now = time.monotonic()
-        if messages is None or (alive and now - line.heard > LOST_S):
+        if messages is None or (alive and now - line.heard > line.lost_s):
             alive = []
             messages = [{"end": "the job's first process is gone"}]
         for message in messages:
             if "signal" in message:
-                process.send_signal(signal.Signals[message["signal"]])
+                child.signal(signal.Signals[message["signal"]])
             if "end" in message and not why:
                 why, kill_at = message["end"], now + _GRACE_S
-                process.terminate()
+                child.end(signal.SIGTERM)
         if why and now > kill_at:
-            process.kill()
+            child.end(signal.SIGKILL)
         if alive and now - last_beat > BEAT_S:
             last_beat = now
             with suppress(OSError):
@@ -293,12 +318,17 @@ def main(argv: list[str]) -> int:
         }
         _tell_binding(bound, members[env.rank], options.logs)
         child = Child(command, options.logs, env.rank, variables)
+    except OSError as error:
+        text = f"cannot write to {options.logs} on {socket.gethostname()}: {error.strerror}"
+        _report(line, env.rank, 1, "", {"message": text})
+        return 1
     except (UsageError, RunError) as error:
         told = {"message": str(error), "usage": error.exit_code == 2}
         _report(line, env.rank, error.exit_code, "", told)
         return error.exit_code
-    forward.append(child.process.send_signal)
+    forward.append(child.signal)
     code = stand_by(child, line)
+    child.finish()
     _report(line, env.rank, code, child.tail() if code else "", _read_account(account))
     if code == Requeue.exit_code:
         return 0  # launchers end all ranks when one has an exit code; the hub knows better

@@ -32,6 +32,8 @@ class JobRecord:
     submitted: float
     array: str | None = None
     after: tuple[str, ...] = ()
+    chain: tuple[str, ...] = ()
+    """All links of the chain it is one of, in order."""
 
 
 def state_folder() -> Path:
@@ -55,9 +57,8 @@ def find_record(said: str) -> JobRecord:
     scheduler, _, number = said.rpartition(":")
     found = [
         record
-        for path in state_folder().glob(f"{scheduler or '*'}-*.json")
-        for record in [_read(path)]
-        if record.id == number
+        for record in list_records()
+        if record.id == number and scheduler in ("", record.scheduler)
     ]
     if not found:
         raise UsageError(
@@ -85,7 +86,8 @@ def list_records() -> list[JobRecord]:
 def _read(path: Path) -> JobRecord:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        return JobRecord(**{**value, "after": tuple(value["after"])})
+        lists = {name: tuple(value.get(name, ())) for name in ("after", "chain")}
+        return JobRecord(**{**value, **lists})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is no record of a job: {error}") from error
 

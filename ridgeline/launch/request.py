@@ -44,7 +44,9 @@ class Wanted:
     chain: int = 1
     after: tuple[str, ...] = ()
     requeue: bool | None = None
-    """None: a job with a time limit does, one without does not."""
+    """None: a job with a time limit does, one without or in a chain does not."""
+    requeue_only_asked: bool = False
+    """Only when the command asks for it, by its exit code."""
     site: str | None = None
     container: str | None = None
     """An image; the runtime is the site's, else Apptainer."""
@@ -73,7 +75,9 @@ def choose_container(image: str | None, site: Site | None) -> Container | None:
 
 
 def make_job(wanted: Wanted, body: Sequence[str], folder: Path, workdir: Path, name: str) -> Job:
-    requeue = wanted.requeue if wanted.requeue is not None else wanted.time_s is not None
+    requeue = wanted.requeue
+    if requeue is None:  # the links of a chain are the slots
+        requeue = wanted.time_s is not None and wanted.chain == 1
     job = Job(
         name=wanted.name or name,
         body=tuple(body),
@@ -103,7 +107,7 @@ def make_job(wanted: Wanted, body: Sequence[str], folder: Path, workdir: Path, n
         job = replace(job, warn_s=wanted.warn_s)
     said = {WARN_S: str(job.warn_before_s)}
     if job.requeue:
-        said[REQUEUE] = "1"
+        said[REQUEUE] = "asked" if wanted.requeue_only_asked else "1"
     if job.array is not None:
         said[ARRAY] = "1"
     return replace(job, variables={**wanted.variables, **said})
@@ -129,9 +133,12 @@ def submit_job(job: Job, name: str, chain: int = 1) -> list[JobRecord]:
         script = job.folder / (SCRIPT if number == 0 else f"job-{number + 1}.sh")
         write_script(script, text)
         records.append(_hand_over(job, scheduler, script))
-    # An id of any link leads to the folder; the folder's own record is the first one's.
-    for record in reversed(records):
-        write_record(record)
+        # At once: a link that is refused leaves those before it in the queue.
+        ids = tuple(record.id for record in records)
+        records = [replace(record, chain=ids if chain > 1 else ()) for record in records]
+        # An id of any link leads to the folder; the folder's own record is the first one's.
+        for record in reversed(records):
+            write_record(record)
     return records
 
 

@@ -179,11 +179,12 @@ def render_script(
 
 
 def _body(job: Job) -> list[str]:
-    lines = []
+    # A warning that comes before the body listens would end the shell; the body has a clock as well.
+    lines = ["trap '' USR1"]
+    # A job that was submitted from a job has its environment.
+    lines.append(f"unset {ENDS_AT} RIDGELINE_WARN_S RIDGELINE_REQUEUE RIDGELINE_ARRAY")
     if job.time_s is not None:
         lines.append(f"export {ENDS_AT}=$(($(date +%s) + {job.time_s}))")
-    else:
-        lines.append(f"unset {ENDS_AT}")  # a job that was submitted from a job has its
     # A module that is not there ends the job here, not in an import an hour later. No `set -u`: the scripts
     # of modules and conda read variables that are not set.
     lines.append("set -e")

@@ -90,6 +90,8 @@ def _fill_sizes(job: dict[str, Any], node: NodeType) -> None:
     """A rank a GPU, and the cores of a node shared among its GPUs, or else among its ranks."""
     if node.gpus:
         job.setdefault("gpus_per_node", min(job.get("per_node", node.gpus), node.gpus))
+    elif node.gpu_type and node.gpus is None:  # how many it has is not known
+        job.setdefault("gpus_per_node", job.get("per_node", 1))
     if job.get("gpus_per_node"):
         job.setdefault("per_node", job["gpus_per_node"])
     if node.cores:

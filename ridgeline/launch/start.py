@@ -1,8 +1,8 @@
 """Ranks on one node or on many: the ways in which a run's command is started on every one of them.
 
 `Local` is torch's elastic agent on this machine. `Spread` uses the launcher of the nodes that were given
-(`srun`, `jsrun`, `mpiexec`, `flux run`), or a connection to each host (`ssh.py`), to start `rank.py` once a
-rank; who is there, how they ended and what they are told goes through the hub. Used by `survive.py` for
+(`srun`, `jsrun`, `mpiexec`, `flux run`), or a connection to each host (`hosts.py`), to start `rank.py` once
+a rank; who is there, how they ended and what they are told goes through the hub. Used by `survive.py` for
 `ridgeline train` and by `supervise.py` for any other command.
 """
 
@@ -114,7 +114,7 @@ class LauncherProcess:
         try:
             self._process = subprocess.Popen(
                 self._line,
-                env={**os.environ, **variables},
+                env={**_without_places(), **variables},
                 stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 # Ctrl-C is for whoever started this; it ends the launcher after the ranks.
@@ -232,6 +232,8 @@ class Spread:
                 self._wait(hub, running)
             except BaseException:
                 hub.end("interrupted")
+                if hub.missing():  # they would not hear of it
+                    running.stop()
                 self._let_end(hub, running)
                 raise
             finally:
@@ -306,6 +308,26 @@ class Spread:
             )
 
 
+def _without_places() -> dict[str, str]:
+    """This environment, less what says which rank of another job this process is."""
+    mine = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+    )
+    return {name: value for name, value in os.environ.items() if name not in mine}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"
+
+
 def _node_gone(rank: int, text: str) -> RankError:
     failure = RankFailure(rank, time.time(), text, decisive=True, node_gone=True)
     return RankError(text, failure, None)
@@ -317,7 +339,7 @@ def _as_failure(told: RankExit, hub: Hub) -> RankFailure:
     if told.account is not None:
         return RankFailure(**{"rank": told.rank, "time": told.time, **told.account})
     if told.code < 0:
-        name = signal.Signals(-told.code).name
+        name = _signal_name(-told.code)
         # Launchers and the hub end the others with these once one has failed.
         echo = -told.code in (signal.SIGTERM, signal.SIGKILL) and not told.tail
         return RankFailure(

@@ -13,6 +13,8 @@
 #flux: --setattr=system.bank=m1234
 #flux: --requires=mi300a
 
+trap '' USR1
+unset RIDGELINE_ENDS_AT RIDGELINE_WARN_S RIDGELINE_REQUEUE RIDGELINE_ARRAY
 export RIDGELINE_ENDS_AT=$(($(date +%s) + 5400))
 set -e
 module load cuda

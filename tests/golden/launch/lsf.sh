@@ -14,6 +14,8 @@
 #BSUB -P m1234
 #BSUB -x
 
+trap '' USR1
+unset RIDGELINE_ENDS_AT RIDGELINE_WARN_S RIDGELINE_REQUEUE RIDGELINE_ARRAY
 export RIDGELINE_ENDS_AT=$(($(date +%s) + 5400))
 set -e
 module load cuda

@@ -13,6 +13,8 @@
 #PBS -l filesystems=home
 
 exec >>'/work/my runs/digits/job/job'."$PBS_ARRAY_INDEX".out 2>&1
+trap '' USR1
+unset RIDGELINE_ENDS_AT RIDGELINE_WARN_S RIDGELINE_REQUEUE RIDGELINE_ARRAY
 export RIDGELINE_ENDS_AT=$(($(date +%s) + 5400))
 set -e
 module load cesga/system miniconda3/22.11

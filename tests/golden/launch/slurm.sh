@@ -20,6 +20,8 @@
 #SBATCH --exclusive
 #SBATCH --mail-type=END
 
+trap '' USR1
+unset RIDGELINE_ENDS_AT RIDGELINE_WARN_S RIDGELINE_REQUEUE RIDGELINE_ARRAY
 export RIDGELINE_ENDS_AT=$(($(date +%s) + 5400))
 set -e
 module load miniforge/23.11.0-0

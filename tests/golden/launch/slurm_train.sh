@@ -9,6 +9,8 @@
 #SBATCH --output=@FOLDER@/run/job.out
 #SBATCH --partition=main
 
+trap '' USR1
+unset RIDGELINE_ENDS_AT RIDGELINE_WARN_S RIDGELINE_REQUEUE RIDGELINE_ARRAY
 export RIDGELINE_ENDS_AT=$(($(date +%s) + 3600))
 set -e
 export RIDGELINE_WARN_S=120

@@ -109,7 +109,16 @@ def test_two_processes_with_one_rank_are_both_named(make_hub) -> None:
     assert callers[0].hear("end") == text
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{}\n", b"\xff\xfe\n"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[1]\n",
+        b"{}\n",
+        b"\xff\xfe\n",
+        '{"token": "ü"}\n'.encode(),
+    ],
+)
 def test_strangers_do_no_harm(make_hub, said: bytes) -> None:
     hub = make_hub(1)
     port = int(hub.address.rpartition(":")[2])

@@ -101,7 +101,7 @@ def test_a_partition_that_the_profile_does_not_know_is_passed_on() -> None:
 
 def test_the_type_of_gpu_is_for_jobs_with_gpus() -> None:
     assert site("engaging").fill({"gpus_per_node": 2})["gpu_type"] == "h100"
-    assert "gpu_type" not in site("engaging").fill({})
+    assert site("engaging").fill({})["gpus_per_node"] == 1
 
 
 @pytest.mark.parametrize(
