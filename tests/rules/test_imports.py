@@ -69,6 +69,7 @@ TORCH_FREE = (
     "ridgeline.machine.verdict",
     "ridgeline.machine.record",
     "ridgeline.machine.show",
+    "ridgeline.machine.roofline",
     "ridgeline.cli_shared",
     "ridgeline.cli_checkpoint",
     "ridgeline.data.pack",
