@@ -39,7 +39,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("scaling", "search", "export", "report"),
     ("compat",),
     ("cli_shared",),
-    ("cli_checkpoint", "cli_data", "cli_launch", "cli_machine"),
+    ("cli_checkpoint", "cli_data", "cli_doctor", "cli_launch", "cli_machine"),
     ("cli",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -74,6 +74,11 @@ TORCH_FREE = (
     "ridgeline.cli_checkpoint",
     "ridgeline.data.pack",
     "ridgeline.cli_data",
+    "ridgeline.doctor.verdict",
+    "ridgeline.doctor.trace",
+    "ridgeline.doctor.finished",
+    "ridgeline.doctor.pictures",
+    "ridgeline.cli_doctor",
     "ridgeline.cli_launch",
     "ridgeline.cli_machine",
     "ridgeline.cli",

@@ -1,0 +1,117 @@
+"""Measure a user's own script: it runs as it is until enough steps were seen, and is ended then.
+
+A step is over when an optimizer's `step` is, which torch tells every hook that asks; waits for data are
+those of torch's loader, which `job.loader` is made of. Checkpoints that the script would write through
+`job.checkpoints` are not written; files that it writes itself are its own affair. Called by `worker.py`.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.data import dataloader
+
+from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline
+from ridgeline.doctor.probe import Probe
+from ridgeline.errors import RunError
+from ridgeline.machine.roofline import ComputeFacts
+from ridgeline.train.own import OwnCheckpoints
+
+
+class _Enough(BaseException):
+    """Ends the script; no `except Exception` of its own catches it."""
+
+
+class _Watch:
+    """The probe of a script, made when the first step shows which device it is on."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.probe: Probe | None = None
+        self.optimizer: Optimizer | None = None
+        self.roofline: ComputeFacts | None = None
+
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.probe is None:
+            self.optimizer = optimizer
+            device = next(p.device for g in optimizer.param_groups for p in g["params"])
+            self.roofline = find_roofline(device, self._options.machine)
+            options = self._options
+            self.probe = Probe(
+                device, options.steps, nvtx=options.nvtx, keep_trace=options.keep_trace
+            )
+        # A script with two optimizers has a step when the first of them has.
+        if optimizer is self.optimizer and self.probe.step_done():
+            raise _Enough
+
+
+def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
+    """Run the script in this process; every rank does."""
+    watch = _Watch(options)
+    handle = register_optimizer_step_post_hook(watch.stepped)
+    try:
+        with _loader_watched(watch), _no_checkpoints(), suppress(_Enough):
+            _run(path, arguments)
+    finally:
+        handle.remove()
+        if watch.probe is not None:
+            watch.probe.close()
+    probe = watch.probe
+    if probe is None or probe._done < probe.num_steps:
+        done = 0 if probe is None else probe._done
+        needed = 18 if probe is None else probe.num_steps
+        raise RunError(
+            f"{path} ended after {done} steps of an optimizer, and {needed} are needed; let it train "
+            "longer, or give a smaller --steps"
+        )
+    facts = Facts(source=f"script {path.name}", optimizer=watch.optimizer)
+    return explain(probe, probe.finish(), facts, watch.roofline)
+
+
+def _run(path: Path, arguments: list[str]) -> None:
+    before, folders = sys.argv, list(sys.path)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise RunError(
+                f"{path} ended with {end.code!r} before enough steps were seen"
+            ) from None
+    finally:
+        sys.argv, sys.path[:] = before, folders
+
+
+@contextmanager
+def _loader_watched(watch: _Watch) -> Iterator[None]:
+    base = dataloader._BaseDataLoaderIter
+    before = base.__next__
+
+    def next_batch(self: Any) -> Any:
+        if watch.probe is None:
+            return before(self)
+        with watch.probe.waiting_for_data():
+            return before(self)
+
+    base.__next__ = next_batch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        base.__next__ = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_checkpoints() -> Iterator[None]:
+    before = OwnCheckpoints.save
+    OwnCheckpoints.save = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OwnCheckpoints.save = before  # type: ignore[method-assign]
