@@ -107,12 +107,17 @@ def _measure(training: Training, options: Options, roofline: ComputeFacts | None
         update=_watch_update(training, probe),
         num_steps=probe.num_steps,
     )
+    steps = train_loop(watched_training)
     try:
-        for _ in train_loop(watched_training):
+        for _ in steps:
             if probe.step_done():
                 break
-    finally:
+    except BaseException:
+        steps.close()
         probe.close()
+        raise
+    steps.close()
+    watched = probe.finish()
     vocabulary = config.model.args.get("vocab")
     layout = training.mesh.layout
     facts = Facts(
@@ -123,7 +128,7 @@ def _measure(training: Training, options: Options, roofline: ComputeFacts | None
         optimizer=training.optimizer,
         vocabulary=vocabulary if isinstance(vocabulary, int) else None,
     )
-    return explain(probe, probe.finish(), facts, roofline)
+    return explain(probe, watched, facts, roofline)
 
 
 def _watch_feed(training: Training, probe: Probe) -> Any:
@@ -198,7 +203,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
     rank = dist.get_rank() if dist.is_initialized() else 0
     overhead = roofline.launch_s if roofline is not None and roofline.launch_s else OP_OVERHEAD_S
     taken = watched.trace.take_apart(overhead, ranks)
-    count, step_s = watched.num_profiled, watched.step_s
+    count, step_s = taken.num_steps, watched.step_s
     parts = fit_parts(taken, count, step_s)
     scale = parts["compute_s"] / max(sum(c.seconds for c in taken.classes.values()) / count, 1e-12)
     cuda = device.type == "cuda"
@@ -206,7 +211,6 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
     missed, odd, odd_s = _products(taken, names, facts.vocabulary, cuda, count / scale)
     longest = max(taken.products, key=lambda key: taken.products[key], default=None)
     window_s = taken.window_s / count
-    memory_taken = watched.memory_trace.take_apart() if watched.memory_trace is not None else None
     measured = Measured(
         source=facts.source,
         device_kind=device.type,
@@ -237,11 +241,11 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
         odd=odd,
         odd_share=odd_s / step_s if step_s else 0.0,
         smallest_side=min(longest[0][-3:]) if longest is not None else 0,
-        memory=_memory(watched, memory_taken, facts, device, taken.retry_s / count),
+        memory=_memory(watched, taken, facts, device, taken.retry_s / count),
         roofline=roofline,
     )
     measured = replace(measured, ranks=_gather_ranks(measured))
-    return Seen(measured, memory_taken.timeline if memory_taken is not None else [])
+    return Seen(measured, taken.timeline)
 
 
 def fit_parts(taken: Taken, count: int, step_s: float) -> dict[str, float]:
@@ -358,7 +362,7 @@ def _why(precision: str, sizes: tuple[int, ...], cliffs: list[Any]) -> str:
 
 
 def _memory(
-    watched: Watched, taken: Taken | None, facts: Facts, device: torch.device, retry_s: float
+    watched: Watched, taken: Taken, facts: Facts, device: torch.device, retry_s: float
 ) -> Memory:
     weights = gradients = state = 0.0
     if facts.optimizer is not None:
@@ -386,8 +390,8 @@ def _memory(
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=state,
-        largest_bytes=taken.largest_bytes if taken is not None else 0.0,
-        largest_what=taken.largest_what if taken is not None else "",
+        largest_bytes=taken.largest_bytes,
+        largest_what=taken.largest_what,
         num_retries=watched.num_retries,
         retry_s=retry_s if watched.num_retries else 0.0,
     )

@@ -1,4 +1,4 @@
-"""Some tens of steps of a training, watched: first timed alone, then profiled, then their memory.
+"""Some tens of steps of a training, watched: first timed alone, then profiled.
 
 A probe is told when a step is over and when the step waits for data; nothing else of the training knows of
 it. Steps are timed without the profiler, and the profile only says what they consist of, so that what the
@@ -37,7 +37,6 @@ class Watched:
     data_times: list[float]
     data_busy: float | None
     trace: Trace
-    memory_trace: Trace | None
     num_profiled: int
     reading: list[tuple[tuple[str, str], int]]
     peak_bytes: float = 0.0
@@ -76,15 +75,12 @@ class Probe:
         self.num_profiled = max(2, min(_MOST_PROFILED, steps // 3))
         self.num_timed = max(2, steps - self.num_profiled)
         first = warmup + self.num_timed
-        # One step more than is looked at on both sides of the profiled ones: the profiler's own start,
-        # and an update that is under way when the last of them is counted.
+        # One step more than is looked at: the profiler's own start.
         self._plan = {
             warmup: self._begin_timing,
             first: self._begin_profile,
             first + 1: self._begin_window,
             first + 1 + self.num_profiled: self._end_window,
-            first + 2 + self.num_profiled: self._begin_memory,
-            first + 4 + self.num_profiled: self._end_memory,
         }
         self.num_steps = max(self._plan)
         self._done = 0
@@ -96,9 +92,17 @@ class Probe:
         self._window = (0, 0)
         self._sampler = Sampler(threading.main_thread().ident or 0)
         self._profiler: profile | None = None
-        self._memory_profiler: profile | None = None
-        self._memory_from = 0
+        self._ends: list[int] = []
+        """When each step was over, by the host's clock."""
         self._retries = 0
+
+    @property
+    def num_done(self) -> int:
+        return self._done
+
+    @property
+    def is_enough(self) -> bool:
+        return self._done >= self.num_steps
 
     @property
     def main_tid(self) -> int:
@@ -107,6 +111,7 @@ class Probe:
     def step_done(self) -> bool:
         """Whether that was the last step needed."""
         self._done += 1
+        self._ends.append(time.time_ns())
         if self._timing:
             self._mark()
         action = self._plan.get(self._done)
@@ -114,11 +119,11 @@ class Probe:
             action()
         if self._nvtx:
             torch.cuda.nvtx.mark(f"step {self._done}")
-        return self._done >= self.num_steps
+        return self.is_enough
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        start, busy = time.time_ns(), time.process_time()
+        start, busy, wanted = time.time_ns(), time.process_time(), _wanted_s()
         self._sampler.in_data = True
         if self._nvtx:
             torch.cuda.nvtx.range_push("data")
@@ -132,7 +137,7 @@ class Probe:
             self._spans.data.append((start, end))
             if self._timing:
                 self._waited += (end - start) / 1e9
-                self._busy += time.process_time() - busy
+                self._busy += max(time.process_time() - busy, _wanted_s() - wanted)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -171,7 +176,7 @@ class Probe:
         self._wait()
         self._spans = _Stretch()
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        self._profiler = profile(activities=kinds, record_shapes=True)
+        self._profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
         self._profiler.start()
         self._sampler.start()
 
@@ -183,48 +188,37 @@ class Probe:
         self._window = (self._window[0], time.time_ns())
         self._wait()
 
-    def _begin_memory(self) -> None:
-        assert self._profiler is not None
-        self._profiler.stop()
-        self._sampler.stop()
-        self._memory_from = time.time_ns()
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        self._memory_profiler = profile(activities=kinds, profile_memory=True)
-        self._memory_profiler.start()
-
-    def _end_memory(self) -> None:
-        assert self._memory_profiler is not None
-        self._memory_profiler.stop()
-
     def close(self) -> None:
         """End what is under way; for a training that failed or ended too early."""
-        if self._profiler is not None and self._done < self.num_steps:
-            running = self._memory_profiler or self._profiler
-            running.stop()
+        if self._profiler is not None:
+            self._profiler.stop()
             self._sampler.stop()
+            self._profiler = None
 
     def finish(self) -> Watched:
+        """Called once nothing of the training runs any more: a profiler that is stopped while an op or an
+        annotation is open writes to memory that is gone."""
         assert self._profiler is not None
+        assert self.is_enough, "a probe is finished when it has seen enough"
+        self._profiler.stop()
+        self._sampler.stop()
+        values = _export(self._profiler, self._keep_trace)
+        self._profiler = None
         trace = Trace(
-            _export(self._profiler, self._keep_trace),
+            values,
             self._sampler.samples,
             self._window,
             self.main_tid,
             self._spans.data,
             self._spans.optimizer,
+            step_ends_ns=self._ends[-1 - self.num_profiled :],
+            memory_from_ns=self._ends[-1 - min(2, self.num_profiled)],
         )
-        memory = None
-        if self._memory_profiler is not None:
-            spans = self._spans
-            window = (self._memory_from, time.time_ns())
-            values = _export(self._memory_profiler, None)
-            memory = Trace(values, (), window, self.main_tid, spans.data, spans.optimizer)
         watched = Watched(
             step_times=self._step_times(),
             data_times=[self._waited / self.num_timed],
             data_busy=min(self._busy / self._waited, 1.0) if self._waited > 1e-6 else None,
             trace=trace,
-            memory_trace=memory,
             num_profiled=self.num_profiled,
             reading=self._sampler.reading.most_common(4),
             trace_json=self._keep_trace,
@@ -243,6 +237,16 @@ class Probe:
             torch.cuda.synchronize(self.device)
             return [float(a.elapsed_time(b)) / 1e3 for a, b in pairs]
         return [b - a for a, b in pairs]
+
+
+def _wanted_s() -> float:
+    """Seconds for which this thread had a core or stood in line for one; 0 where Linux does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            on_core, in_line, *_ = file.read().split()
+    except (OSError, ValueError):
+        return 0.0
+    return (int(on_core) + int(in_line)) / 1e9
 
 
 def _export(profiler: profile, keep: Path | None) -> dict[str, Any]:

@@ -42,11 +42,15 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="ridgeline-doctor", daemon=True)
 
     def start(self) -> None:
+        # Plain Python gives way to another thread only so often, and would hide from a slower one.
+        self._before_s = sys.getswitchinterval()
+        sys.setswitchinterval(INTERVAL_S / 4)
         self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
         self._thread.join(5.0)
+        sys.setswitchinterval(self._before_s)
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):

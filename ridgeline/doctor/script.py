@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
@@ -58,14 +59,18 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
     try:
         with _loader_watched(watch), _no_checkpoints(), suppress(_Enough):
             _run(path, arguments)
-    finally:
-        handle.remove()
+    except BaseException:
         if watch.probe is not None:
             watch.probe.close()
+        raise
+    finally:
+        handle.remove()
     probe = watch.probe
-    if probe is None or probe._done < probe.num_steps:
-        done = 0 if probe is None else probe._done
-        needed = 18 if probe is None else probe.num_steps
+    if probe is None or not probe.is_enough:
+        done = 0 if probe is None else probe.num_done
+        needed = Probe(torch.device("cpu"), options.steps).num_steps
+        if probe is not None:
+            probe.close()
         raise RunError(
             f"{path} ended after {done} steps of an optimizer, and {needed} are needed; let it train "
             "longer, or give a smaller --steps"

@@ -26,7 +26,7 @@ def show_verdict(measured: Measured, verdict: Verdict, remedies: Sequence[str]) 
             text += f"  {amount(row.flops / row.seconds, 'FLOP/s')}"
         best = limits.get(name)
         if best is not None and seconds:
-            text += f"  {min(best / seconds, 9.99):.0%} of the roofline"
+            text += f"  {min(best / seconds, 1.0):.0%} of the roofline"
         lines.append(text)
     if measured.comm_hidden_s:
         lines.append(f"  communication that is hidden  {duration(measured.comm_hidden_s):>10}")

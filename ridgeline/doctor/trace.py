@@ -12,6 +12,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ridgeline.doctor.kernels import (
@@ -29,6 +30,10 @@ _LOADER = "enumerate(DataLoader)"
 _OPTIMIZER_STEP = ("Optimizer.step#", "Optimizer.zero_grad#")
 SHORT_US = 200.0
 """A pause of the host shorter than this is one of many between two launches; a longer one has a cause."""
+_UNUSUAL = 1.25
+"""A step of so many times the median's length is left out where the host computes."""
+_ENOUGH, _LONG = 8, 5.0
+"""Among so many ops alike, one that takes so many times the median is another process's doing."""
 _SYNC_REACH_US = 60.0
 """A gap on the device that begins so soon after the host waited for it is that wait's doing."""
 _SYNCS = (
@@ -92,6 +97,8 @@ class Taken:
     """A trace taken apart: seconds over the whole window."""
 
     window_s: float = 0.0
+    num_steps: int = 1
+    """Steps that the sums are over."""
     data_s: float = 0.0
     h2d_s: float = 0.0
     comm_exposed_s: float = 0.0
@@ -136,6 +143,8 @@ class Trace:
         main_tid: int | None = None,
         data_ns: Sequence[tuple[int, int]] = (),
         optimizer_ns: Sequence[tuple[int, int]] = (),
+        step_ends_ns: Sequence[int] = (),
+        memory_from_ns: int | None = None,
     ) -> None:
         """`window_ns` and the others are times of the host's clock, in nanoseconds since 1970; without
         them the whole trace is looked at, and torch's own annotations tell the loader and the update."""
@@ -160,6 +169,12 @@ class Trace:
             if a.tid != self.main and class_of_op(a.name) == COMMUNICATION
         )
         self.device = [d for d in self.device if d[0] >= self.window[0]]
+        pairs = list(pairwise(step_ends_ns))
+        self.steps = self._times_of(pairs) or [self.window]
+        since = self.window[0]
+        if memory_from_ns is not None:
+            since = self._times_of([(memory_from_ns, memory_from_ns)])[0][0]
+        self.memory = [row for row in self.memory if since <= row[0] <= self.window[1]]
         for ops in self.ops.values():
             _nest(ops)
         self.by_id = {
@@ -280,7 +295,7 @@ def _clip(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def _on_device(trace: Trace) -> Taken:
-    taken = Taken()
+    taken = Taken(num_steps=len(trace.steps))
     begin = trace.window[0]
     end = max([trace.window[1], *(e for _, e, *_ in trace.device)])
     window = (begin, end)
@@ -461,15 +476,30 @@ def _most(samples: Sequence[Sample]) -> tuple[str, str]:
 # ---- the host's timeline ---------------------------------------------------------------------------
 
 
+def _usual(steps: Sequence[Span]) -> list[Span]:
+    """Steps that took about as long as most: another process may have had the core in the others."""
+    by_length = sorted(steps, key=lambda s: s[1] - s[0])
+    median = by_length[len(by_length) // 2]
+    most = _UNUSUAL * (median[1] - median[0])
+    return sorted(s for s in by_length if s[1] - s[0] <= most)
+
+
 def _on_host(trace: Trace, overhead_s: float, num_ranks: int) -> Taken:
     """The main thread computes: its ops are the kernels, and its pauses the gaps."""
     taken = Taken()
-    window = trace.window
-    taken.window_s = (window[1] - window[0]) / 1e6
-    data = _clip(trace.data, window)
+    steps = _usual(trace.steps)
+    taken.num_steps = len(steps)
+    taken.window_s = length(steps) / 1e6
+    window = union(steps)
+    data = [part for span in window for part in _clip(trace.data, span)]
     taken.data_s = length(data) / 1e6
-    mine = [op for op in trace.ops.get(trace.main, []) if _inside(op, window)]
+    mine = [
+        op
+        for op in trace.ops.get(trace.main, [])
+        if overlap((op.start, op.end), window) > 0.5 * (op.end - op.start) > 0
+    ]
     counted: set[int] = set()
+    _even_out(mine)
     for op in mine:
         if overlap((op.start, op.end), data) > 0.5 * (op.end - op.start) > 0:
             continue
@@ -491,15 +521,28 @@ def _on_host(trace: Trace, overhead_s: float, num_ranks: int) -> Taken:
         taken.num_optimizer_launches += in_optimizer
         _count(taken, kind, seconds - fixed, op.name, list(op.ancestors()), counted, device=False)
     occupied = union([*((op.start, op.end) for op in mine if op.parent is None), *data])
-    for gap in subtract([window], occupied):
+    for gap in subtract(window, occupied):
         size = (gap[1] - gap[0]) / 1e6
         if gap[1] - gap[0] > SHORT_US:
             size = _long_pause(trace, taken, gap, size, num_ranks)
         taken.launch_s += size
         inside = overlap(gap, trace.optimizer) > 0.5 * (gap[1] - gap[0])
         taken.launch_in["optimizer" if inside else "the rest"] += size
-    taken.comm_hidden_s = max(length(_clip(trace.talks, window)) / 1e6 - taken.comm_exposed_s, 0.0)
+    talking = sum(overlap(span, trace.talks) for span in window) / 1e6
+    taken.comm_hidden_s = max(talking - taken.comm_exposed_s, 0.0)
     return taken
+
+
+def _even_out(ops: Sequence[Op]) -> None:
+    """Cap ops that took far longer than the same op on the same sizes does: the core was taken away."""
+    alike: dict[tuple[str, str], list[Op]] = defaultdict(list)
+    for op in ops:
+        alike[op.name, str(op.args.get("Input Dims"))].append(op)
+    for group in alike.values():
+        if len(group) >= _ENOUGH:
+            usual = sorted(op.self_us for op in group)[len(group) // 2]
+            for op in group:
+                op.self_us = min(op.self_us, _LONG * max(usual, 1.0))
 
 
 def _long_pause(trace: Trace, taken: Taken, gap: Span, seconds: float, num_ranks: int) -> float:
@@ -510,18 +553,19 @@ def _long_pause(trace: Trace, taken: Taken, gap: Span, seconds: float, num_ranks
             return seconds
         taken.host_s += seconds
         return 0.0
-    talking = sum(
-        s.state == "comm" or (s.state == "backward" and num_ranks > 1) for s in samples
-    )  # fmt: skip
-    share = talking / len(samples)
-    taken.comm_exposed_s += share * seconds
-    running = [s for s in samples if s.state == "run" or (s.state == "backward" and num_ranks == 1)]
-    rest = (1 - share) * seconds
+    engine = sum(s.state == "backward" for s in samples) / len(samples)
+    # Inside torch's engine there is no Python to blame: alone it is between two ops, with other ranks it
+    # waits for them.
+    talking = sum(s.state == "comm" for s in samples) / len(samples)
+    talking += engine if num_ranks > 1 else 0.0
+    left = engine * seconds if num_ranks == 1 else 0.0
+    taken.comm_exposed_s += talking * seconds
+    rest = max(seconds - talking * seconds - left, 0.0)
     if rest > 0:
         taken.host_s += rest
-        where, code = _most(running or samples)
+        where, code = _most([s for s in samples if s.state == "run"] or samples)
         taken.stall(where, "Python", code, rest)
-    return 0.0
+    return left
 
 
 # ---- memory ----------------------------------------------------------------------------------------
