@@ -20,8 +20,8 @@ from ridgeline.cli_shared import num_cores, require_torch
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
+    from ridgeline.config import RunConfig
     from ridgeline.doctor.measured import Measured
-    from ridgeline.doctor.verdict import Verdict
 
 DOCTOR = "doctor.json"
 
@@ -63,6 +63,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what holds a training back, with the evidence, and what would help."""
+    from ridgeline.config import find_recipe, load_config
     from ridgeline.rundir import CONFIG, RunDir
 
     path = Path(what)
@@ -72,16 +73,20 @@ def doctor(
         if rest:
             raise UsageError(f"{rest[0]!r}: a finished run takes no settings; leave it out")
         ranks = [measure_run(RunDir.open(path))]
-        _conclude(ranks, [], out or path, as_json, None)
+        trained = load_config(path / CONFIG, []).config
+        _conclude(ranks, [], out or path, as_json, None, trained)
         return
     require_torch("`ridgeline doctor`")
-    folder = _measure(what, rest or [], num_processes, steps, machine, trace, nvtx)
+    is_script = what.endswith(".py")
+    config = None if is_script else load_config(find_recipe(what), rest or []).config
+    folder = _measure(what, config, rest or [], num_processes, steps, machine, trace, nvtx)
     with folder as name:
-        _answer(Path(name), _name_of(what), out, as_json)
+        _answer(Path(name), _name_of(what), out, as_json, config)
 
 
 def _measure(
     what: str,
+    config: RunConfig | None,
     rest: list[str],
     num_processes: int,
     steps: int,
@@ -90,7 +95,7 @@ def _measure(
     nvtx: bool,
 ) -> tempfile.TemporaryDirectory[str]:
     """Run the ranks; a folder with what each of them found."""
-    from ridgeline.config import dump_config, find_recipe, load_config
+    from ridgeline.config import dump_config
     from ridgeline.doctor.request import Request
     from ridgeline.launch.start import Local
     from ridgeline.rundir import CONFIG
@@ -110,13 +115,12 @@ def _measure(
         "machine": str(machine.resolve()) if machine is not None else "",
     }
     threads = None
-    if what.endswith(".py"):
+    if config is None:
         script = Path(what)
         if not script.is_file():
             raise UsageError(f"no script at {what}; name a file, a recipe or a run directory")
         text, request = "", Request(script=str(script), arguments=tuple(rest), **shared)
     else:
-        config = load_config(find_recipe(what), rest).config
         _check(config.layout, num_processes)
         text, request, threads = dump_config(config), Request(**shared), config.threads
     folder = tempfile.TemporaryDirectory(prefix="ridgeline-doctor-")
@@ -150,7 +154,9 @@ def _name_of(what: str) -> str:
     return f"doctor-{Path(what).stem}"
 
 
-def _answer(folder: Path, name: str, out: Path | None, as_json: bool) -> None:
+def _answer(
+    folder: Path, name: str, out: Path | None, as_json: bool, config: RunConfig | None
+) -> None:
     from ridgeline.doctor.request import TRACE, read_answers
     from ridgeline.rundir import RunDir
 
@@ -159,7 +165,7 @@ def _answer(folder: Path, name: str, out: Path | None, as_json: bool) -> None:
         raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
     if out is None:
         out = RunDir.create(Path("runs"), name).path
-    _conclude(ranks, timeline, out, as_json, folder / TRACE)
+    _conclude(ranks, timeline, out, as_json, folder / TRACE, config)
 
 
 def _conclude(
@@ -168,6 +174,7 @@ def _conclude(
     out: Path,
     as_json: bool,
     trace: Path | None,
+    config: RunConfig | None,
 ) -> None:
     """Judge, draw, write, and tell."""
     from ridgeline.doctor.pictures import write_pictures
@@ -176,7 +183,7 @@ def _conclude(
 
     measured = ranks[0]
     verdict = judge(measured, ranks[1:])
-    remedies = list_remedies(measured, verdict)
+    remedies = list_remedies(measured, config)
     value = {
         "verdict": verdict.to_dict(),
         "remedies": remedies,
@@ -200,11 +207,20 @@ def _conclude(
     typer.echo(f"\nwritten: {', '.join(path.name for path in made)} in {out}")
 
 
-def list_remedies(measured: Measured, verdict: Verdict) -> list[str]:
-    """Names of the remedies that apply, the most promising first; none where there is no such room."""
+def list_remedies(measured: Measured, config: RunConfig | None) -> list[str]:
+    """Remedies that apply to a recipe, the one with the largest predicted gain first; none for a script,
+    whose settings are in its code."""
+    if config is None:
+        return []
     try:
-        from ridgeline.doctor import remedies  # type: ignore[attr-defined,unused-ignore]
+        from ridgeline.doctor.remedies.table import (  # type: ignore[import-not-found,unused-ignore]
+            REMEDIES,
+        )
     except ImportError:
         return []
-    suggest = getattr(remedies, "suggest", None)
-    return [str(one) for one in suggest(measured, verdict)] if suggest is not None else []
+    found = []
+    for name, remedy in REMEDIES.items():
+        reason = remedy.applies(measured, config)
+        if reason is not None:
+            found.append((remedy.predicted_gain(measured, config), name, reason))
+    return [f"{name} (up to x{gain:.2f}): {why}" for gain, name, why in sorted(found, reverse=True)]

@@ -227,7 +227,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
         **parts,
         comm_hidden_s=taken.comm_hidden_s / count,
         classes=_classes(taken, count, scale, cuda),
-        stalls=_stalls(taken, count, parts["host_s"]),
+        stalls=_stalls(taken, count, parts["host_s"], watched),
         reading=_reading(watched, parts["data_s"]),
         data_busy=watched.data_busy,
         launch_in=_share_out(taken.launch_in, parts["launch_s"]),
@@ -292,13 +292,22 @@ def _classes(taken: Taken, count: int, scale: float, cuda: bool) -> tuple[ClassT
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def _stalls(taken: Taken, count: int, host_s: float) -> tuple[Stall, ...]:
+def _stalls(taken: Taken, count: int, host_s: float, watched: Watched) -> tuple[Stall, ...]:
+    """By line; a wait too short to be seen there is the doing of the line that torch warned of most."""
     total = sum(seconds for seconds, _ in taken.stalls.values()) or 1.0
-    rows = [
-        Stall(where, seconds / total * host_s, times / count, what, code)
-        for (where, what, code), (seconds, times) in taken.stalls.items()
+    rows: dict[tuple[str, str, str], list[float]] = {}
+    for (where, what, code), (seconds, times) in taken.stalls.items():
+        if watched.sync_places and what != "Python":
+            known = [place for place, _ in watched.sync_places]
+            where, code = (where, code) if (where, code) in known else known[0]
+        row = rows.setdefault((where, what, code), [0.0, 0.0])
+        row[0] += seconds
+        row[1] += times
+    stalls = [
+        Stall(where or "a line too quick to be seen", s / total * host_s, n / count, what, code)
+        for (where, what, code), (s, n) in rows.items()
     ]
-    return tuple(sorted(rows, key=lambda s: -s.seconds)[:8])
+    return tuple(sorted(stalls, key=lambda stall: -stall.seconds)[:8])
 
 
 def _reading(watched: Watched, data_s: float) -> tuple[Stall, ...]:

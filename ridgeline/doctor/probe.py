@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ridgeline.doctor.sampler import Sampler
+from ridgeline.doctor.sampler import Sampler, SyncWatch
 from ridgeline.doctor.trace import Trace
 
 WARMUP = 4
@@ -39,6 +39,8 @@ class Watched:
     trace: Trace
     num_profiled: int
     reading: list[tuple[tuple[str, str], int]]
+    sync_places: list[tuple[tuple[str, str], int]]
+    """Lines that wait for the device, and how often in a step."""
     peak_bytes: float = 0.0
     reserved_bytes: float = 0.0
     num_retries: float = 0.0
@@ -92,6 +94,8 @@ class Probe:
         self._window = (0, 0)
         self._sampler = Sampler(threading.main_thread().ident or 0)
         self._profiler: profile | None = None
+        self._syncs = SyncWatch()
+        self._syncs_open = False
         self._ends: list[int] = []
         """When each step was over, by the host's clock."""
         self._retries = 0
@@ -179,10 +183,19 @@ class Probe:
         self._profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
         self._profiler.start()
         self._sampler.start()
+        if self._cuda:  # in a step that is not looked at otherwise
+            self._syncs.open()
+            self._syncs_open = True
 
     def _begin_window(self) -> None:
+        self._close_syncs()
         self._wait()
         self._window = (time.time_ns(), 0)
+
+    def _close_syncs(self) -> None:
+        if self._syncs_open:
+            self._syncs.close()
+            self._syncs_open = False
 
     def _end_window(self) -> None:
         self._window = (self._window[0], time.time_ns())
@@ -190,6 +203,7 @@ class Probe:
 
     def close(self) -> None:
         """End what is under way; for a training that failed or ended too early."""
+        self._close_syncs()
         if self._profiler is not None:
             self._profiler.stop()
             self._sampler.stop()
@@ -221,6 +235,7 @@ class Probe:
             trace=trace,
             num_profiled=self.num_profiled,
             reading=self._sampler.reading.most_common(4),
+            sync_places=self._syncs.places.most_common(8),
             trace_json=self._keep_trace,
         )
         if self._cuda:

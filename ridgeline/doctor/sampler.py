@@ -11,10 +11,12 @@ import sys
 import sysconfig
 import threading
 import time
+import warnings
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -73,6 +75,32 @@ class Sampler:
         for ident, frame in frames.items():
             if ident not in (self._main, mine) and not _is_idle(frame):
                 self.reading[find_place(frame)] += 1
+
+
+class SyncWatch:
+    """Which lines make the host wait for a CUDA device: torch warns of them for as long as this is open."""
+
+    def __init__(self) -> None:
+        self.places: Counter[tuple[str, str]] = Counter()
+        self._catch = warnings.catch_warnings()
+
+    def open(self) -> None:
+        self._catch.__enter__()
+        warnings.simplefilter("always")
+        before = warnings.showwarning
+
+        def show(message: Any, *rest: Any, **more: Any) -> None:
+            if "synchronizing" in str(message):
+                self.places[find_place(sys._getframe(1))] += 1
+            else:
+                before(message, *rest, **more)
+
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def close(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self._catch.__exit__(None, None, None)
 
 
 def _is_idle(frame: FrameType) -> bool:

@@ -228,11 +228,7 @@ def _kernels(m: Measured) -> list[Finding]:
     bound = [row for row in m.classes if row.seconds > 0 and is_memory_bound(m, row)]
     free = [row for row in m.classes if row.seconds > 0 and row not in bound]
     found = []
-    # Products that miss the tensor cores are limited by that, whatever their intensity.
     misses = m.tensor_core_share is not None and m.tensor_core_share < TENSOR_CORES
-    if misses:
-        free += [row for row in bound if row.name in _ARITHMETIC]
-        bound = [row for row in bound if row.name not in _ARITHMETIC]
     if bound:
         top = max(bound, key=lambda row: row.seconds)
         share = m.share(sum(row.seconds for row in bound))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -86,9 +87,10 @@ def slow_disk() -> None:
     out, into = os.pipe()
 
     def fill() -> None:
-        while True:
-            time.sleep(0.002)
-            os.write(into, bytes(4096))
+        with suppress(BrokenPipeError):
+            while True:
+                time.sleep(0.002)
+                os.write(into, bytes(4096))
 
     threading.Thread(target=fill, daemon=True).start()
     stream = os.fdopen(out, "rb")
