@@ -32,7 +32,7 @@ from ridgeline.doctor.measured import (
 )
 from ridgeline.doctor.probe import Probe, Watched, quartile_spread
 from ridgeline.doctor.shapes import MULTIPLES, Used, find_cliffs, names_by_shape, parameters_of
-from ridgeline.doctor.trace import Taken
+from ridgeline.doctor.trace import Allocations, Taken
 from ridgeline.launch.env import RankEnv
 from ridgeline.machine.compute import device_name, measure_compute
 from ridgeline.machine.record import read_compute
@@ -211,6 +211,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
     missed, odd, odd_s = _products(taken, names, facts.vocabulary, cuda, count / scale)
     longest = max(taken.products, key=lambda key: taken.products[key], default=None)
     window_s = taken.window_s / count
+    allocations = watched.memory_trace.look_at_memory()
     measured = Measured(
         source=facts.source,
         device_kind=device.type,
@@ -241,11 +242,11 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
         odd=odd,
         odd_share=odd_s / step_s if step_s else 0.0,
         smallest_side=min(longest[0][-3:]) if longest is not None else 0,
-        memory=_memory(watched, taken, facts, device, taken.retry_s / count),
+        memory=_memory(watched, allocations, facts, device, taken.retry_s / count),
         roofline=roofline,
     )
     measured = replace(measured, ranks=_gather_ranks(measured))
-    return Seen(measured, taken.timeline)
+    return Seen(measured, allocations.timeline)
 
 
 def fit_parts(taken: Taken, count: int, step_s: float) -> dict[str, float]:
@@ -371,7 +372,7 @@ def _why(precision: str, sizes: tuple[int, ...], cliffs: list[Any]) -> str:
 
 
 def _memory(
-    watched: Watched, taken: Taken, facts: Facts, device: torch.device, retry_s: float
+    watched: Watched, allocations: Allocations, facts: Facts, device: torch.device, retry_s: float
 ) -> Memory:
     weights = gradients = state = 0.0
     if facts.optimizer is not None:
@@ -399,8 +400,8 @@ def _memory(
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=state,
-        largest_bytes=taken.largest_bytes,
-        largest_what=taken.largest_what,
+        largest_bytes=allocations.largest_bytes,
+        largest_what=allocations.largest_what,
         num_retries=watched.num_retries,
         retry_s=retry_s if watched.num_retries else 0.0,
     )

@@ -1,4 +1,4 @@
-"""Some tens of steps of a training, watched: first timed alone, then profiled.
+"""Some tens of steps of a training, watched: first timed alone, then profiled, then their memory.
 
 A probe is told when a step is over and when the step waits for data; nothing else of the training knows of
 it. Steps are timed without the profiler, and the profile only says what they consist of, so that what the
@@ -27,6 +27,8 @@ from ridgeline.doctor.trace import Trace
 WARMUP = 4
 """Steps before the first that is timed: they compile, search for kernels and fill memory."""
 _MOST_PROFILED = 12
+_MEMORY_STEPS = 2
+"""Steps whose allocations are recorded, which costs more than all the rest and so comes last."""
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Watched:
     data_times: list[float]
     data_busy: float | None
     trace: Trace
+    memory_trace: Trace
     num_profiled: int
     reading: list[tuple[tuple[str, str], int]]
     sync_places: list[tuple[tuple[str, str], int]]
@@ -60,7 +63,11 @@ class _Stretch:
 
 
 class Probe:
-    """Call `step_done` after every step until it says that it has seen enough, then `finish`."""
+    """Call `step_done` after every step until it says that it has seen enough, then `finish`.
+
+    It must not be called while an op or an annotation of the profiler's is open: one that ends after the
+    profiler was stopped writes to memory that is gone.
+    """
 
     def __init__(
         self,
@@ -83,6 +90,7 @@ class Probe:
             first: self._begin_profile,
             first + 1: self._begin_window,
             first + 1 + self.num_profiled: self._end_window,
+            first + 1 + self.num_profiled + _MEMORY_STEPS: self._end_memory,
         }
         self.num_steps = max(self._plan)
         self._done = 0
@@ -96,6 +104,9 @@ class Probe:
         self._profiler: profile | None = None
         self._syncs = SyncWatch()
         self._syncs_open = False
+        self._values: dict[str, Any] = {}
+        self._memory_values: dict[str, Any] = {}
+        self._memory_from, self._memory_window = 0, (0, 0)
         self._ends: list[int] = []
         """When each step was over, by the host's clock."""
         self._retries = 0
@@ -179,8 +190,7 @@ class Probe:
         self._timing = False
         self._wait()
         self._spans = _Stretch()
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        self._profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
+        self._profiler = profile(activities=self._profiler_kinds(), record_shapes=True)
         self._profiler.start()
         self._sampler.start()
         if self._cuda:  # in a step that is not looked at otherwise
@@ -198,8 +208,27 @@ class Probe:
             self._syncs_open = False
 
     def _end_window(self) -> None:
+        assert self._profiler is not None
         self._window = (self._window[0], time.time_ns())
         self._wait()
+        self._profiler.stop()
+        self._sampler.stop()
+        # Before the next one starts: the results of two at once share memory.
+        self._values = _export(self._profiler, self._keep_trace)
+        self._profiler = profile(activities=self._profiler_kinds(), profile_memory=True)
+        self._profiler.start()
+        self._memory_from = time.time_ns()
+
+    def _end_memory(self) -> None:
+        assert self._profiler is not None
+        self._wait()
+        self._memory_window = (self._memory_from, time.time_ns())
+        self._profiler.stop()
+        self._memory_values = _export(self._profiler, None)
+        self._profiler = None
+
+    def _profiler_kinds(self) -> list[ProfilerActivity]:
+        return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
 
     def close(self) -> None:
         """End what is under way; for a training that failed or ended too early."""
@@ -210,29 +239,26 @@ class Probe:
             self._profiler = None
 
     def finish(self) -> Watched:
-        """Called once nothing of the training runs any more: a profiler that is stopped while an op or an
-        annotation is open writes to memory that is gone."""
-        assert self._profiler is not None
         assert self.is_enough, "a probe is finished when it has seen enough"
-        self._profiler.stop()
-        self._sampler.stop()
-        values = _export(self._profiler, self._keep_trace)
-        self._profiler = None
+        spans = self._spans
+        last = len(self._ends) - _MEMORY_STEPS
         trace = Trace(
-            values,
+            self._values,
             self._sampler.samples,
             self._window,
             self.main_tid,
-            self._spans.data,
-            self._spans.optimizer,
-            step_ends_ns=self._ends[-1 - self.num_profiled :],
-            memory_from_ns=self._ends[-1 - min(2, self.num_profiled)],
+            spans.data,
+            spans.optimizer,
+            self._ends[last - 1 - self.num_profiled : last],
         )
+        window, values = self._memory_window, self._memory_values
+        memory = Trace(values, (), window, self.main_tid, spans.data, spans.optimizer)
         watched = Watched(
             step_times=self._step_times(),
             data_times=[self._waited / self.num_timed],
             data_busy=min(self._busy / self._waited, 1.0) if self._waited > 1e-6 else None,
             trace=trace,
+            memory_trace=memory,
             num_profiled=self.num_profiled,
             reading=self._sampler.reading.most_common(4),
             sync_places=self._syncs.places.most_common(8),

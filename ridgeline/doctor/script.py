@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import runpy
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
@@ -37,6 +39,21 @@ class _Watch:
         self.probe: Probe | None = None
         self.optimizer: Optimizer | None = None
         self.roofline: ComputeFacts | None = None
+        self.num_steps = 0
+        self._depth = 0
+        self._is_due = False
+
+    def opened(self) -> None:
+        self._depth += 1
+
+    def closed(self) -> None:
+        """An annotation of the profiler's is over. A step counts once none is open any more."""
+        self._depth -= 1
+        if self._depth > 0 or not self._is_due:
+            return
+        self._is_due = False
+        if self.probe is not None and self.probe.step_done():
+            raise _Enough
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if self.probe is None:
@@ -48,8 +65,9 @@ class _Watch:
                 device, options.steps, nvtx=options.nvtx, keep_trace=options.keep_trace
             )
         # A script with two optimizers has a step when the first of them has.
-        if optimizer is self.optimizer and self.probe.step_done():
-            raise _Enough
+        if optimizer is self.optimizer:
+            self.num_steps += 1
+            self._is_due = True
 
 
 def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
@@ -57,7 +75,7 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
     watch = _Watch(options)
     handle = register_optimizer_step_post_hook(watch.stepped)
     try:
-        with _loader_watched(watch), _no_checkpoints(), suppress(_Enough):
+        with _watched(watch), _no_checkpoints(), suppress(_Enough):
             _run(path, arguments)
     except BaseException:
         if watch.probe is not None:
@@ -71,6 +89,11 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
         needed = Probe(torch.device("cpu"), options.steps).num_steps
         if probe is not None:
             probe.close()
+        if watch.num_steps > done + 1:
+            raise RunError(
+                f"{path} has a record_function open around its whole loop, so that no step of it can be "
+                "looked at; open it inside the loop"
+            )
         raise RunError(
             f"{path} ended after {done} steps of an optimizer, and {needed} are needed; let it train "
             "longer, or give a smaller --steps"
@@ -95,21 +118,34 @@ def _run(path: Path, arguments: list[str]) -> None:
 
 
 @contextmanager
-def _loader_watched(watch: _Watch) -> Iterator[None]:
-    base = dataloader._BaseDataLoaderIter
-    before = base.__next__
+def _watched(watch: _Watch) -> Iterator[None]:
+    """Torch's loader tells when it is asked for a batch, and its annotations when they begin and end."""
+    loader, notes = dataloader._BaseDataLoaderIter, record_function
+    before = loader.__next__, notes.__enter__, notes.__exit__
 
     def next_batch(self: Any) -> Any:
         if watch.probe is None:
-            return before(self)
+            return before[0](self)
         with watch.probe.waiting_for_data():
-            return before(self)
+            return before[0](self)
 
-    base.__next__ = next_batch  # type: ignore[method-assign]
+    def enter(self: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            watch.opened()
+        return before[1](self)
+
+    def leave(self: Any, *error: Any) -> None:
+        before[2](self, *error)
+        if threading.current_thread() is threading.main_thread():
+            watch.closed()
+
+    loader.__next__ = next_batch  # type: ignore[method-assign]
+    notes.__enter__, notes.__exit__ = enter, leave  # type: ignore[method-assign]
     try:
         yield
     finally:
-        base.__next__ = before  # type: ignore[method-assign]
+        loader.__next__ = before[0]  # type: ignore[method-assign]
+        notes.__enter__, notes.__exit__ = before[1:]  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -93,6 +93,17 @@ class Cost:
 
 
 @dataclass
+class Allocations:
+    """Memory over the window."""
+
+    largest_bytes: float = 0.0
+    largest_what: str = ""
+    """The op that makes the largest tensor."""
+    timeline: list[tuple[float, float, str, float]] = field(default_factory=list)
+    """(seconds, bytes that came or went, phase, address)."""
+
+
+@dataclass
 class Taken:
     """A trace taken apart: seconds over the whole window."""
 
@@ -121,10 +132,6 @@ class Taken:
     )
     """(sizes, precision, on tensor cores) -> seconds."""
     retry_s: float = 0.0
-    largest_bytes: float = 0.0
-    largest_what: str = ""
-    timeline: list[tuple[float, float, str, float]] = field(default_factory=list)
-    """Of memory: (seconds, bytes that came or went, kind, address)."""
 
     def stall(self, where: str, what: str, code: str, seconds: float) -> None:
         row = self.stalls.setdefault((where, what, code), [0.0, 0.0])
@@ -144,7 +151,6 @@ class Trace:
         data_ns: Sequence[tuple[int, int]] = (),
         optimizer_ns: Sequence[tuple[int, int]] = (),
         step_ends_ns: Sequence[int] = (),
-        memory_from_ns: int | None = None,
     ) -> None:
         """`window_ns` and the others are times of the host's clock, in nanoseconds since 1970; without
         them the whole trace is looked at, and torch's own annotations tell the loader and the update."""
@@ -171,10 +177,8 @@ class Trace:
         self.device = [d for d in self.device if d[0] >= self.window[0]]
         pairs = list(pairwise(step_ends_ns))
         self.steps = self._times_of(pairs) or [self.window]
-        since = self.window[0]
-        if memory_from_ns is not None:
-            since = self._times_of([(memory_from_ns, memory_from_ns)])[0][0]
-        self.memory = [row for row in self.memory if since <= row[0] <= self.window[1]]
+        low, high = self.window
+        self.memory = [row for row in self.memory if low <= row[0] <= high]
         for ops in self.ops.values():
             _nest(ops)
         self.by_id = {
@@ -224,9 +228,11 @@ class Trace:
 
     def take_apart(self, op_overhead_s: float = 0.0, num_ranks: int = 1) -> Taken:
         """Seconds over the window; on CUDA those of the device, else those of the main thread."""
-        taken = _on_device(self) if self.device else _on_host(self, op_overhead_s, num_ranks)
-        _look_at_memory(self, taken)
-        return taken
+        return _on_device(self) if self.device else _on_host(self, op_overhead_s, num_ranks)
+
+    def look_at_memory(self) -> Allocations:
+        """What came and went, where the profiler was asked to record it."""
+        return _look_at_memory(self)
 
 
 def _nest(ops: list[Op]) -> None:
@@ -571,8 +577,8 @@ def _long_pause(trace: Trace, taken: Taken, gap: Span, seconds: float, num_ranks
 # ---- memory ----------------------------------------------------------------------------------------
 
 
-def _look_at_memory(trace: Trace, taken: Taken) -> None:
-    """The largest tensor, who made it, and the timeline of what came and went."""
+def _look_at_memory(trace: Trace) -> Allocations:
+    found = Allocations()
     on_cuda = any(args.get("Device Type") == 1 for _, args, _ in trace.memory)
     backward = union(
         (op.start, op.end)
@@ -592,10 +598,11 @@ def _look_at_memory(trace: Trace, taken: Taken) -> None:
         elif overlap(here, trace.data):
             phase = "data"
         seconds = (at - trace.window[0]) / 1e6
-        taken.timeline.append((seconds, size, phase, float(args.get("Addr", 0))))
-        if size > taken.largest_bytes:
-            taken.largest_bytes = size
-            taken.largest_what = _maker(trace.ops.get(tid, ()), at)
+        found.timeline.append((seconds, size, phase, float(args.get("Addr", 0))))
+        if size > found.largest_bytes:
+            found.largest_bytes = size
+            found.largest_what = _maker(trace.ops.get(tid, ()), at)
+    return found
 
 
 def _maker(ops: Sequence[Op], at: float) -> str:

@@ -146,7 +146,30 @@ def test_a_script_is_ended_when_enough_was_seen(tmp_path: Path) -> None:
 def test_a_script_that_ends_too_early_is_told(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text("import torch\n")
-    with pytest.raises(RunError, match="ended after 0 steps of an optimizer, and 13 are needed"):
+    with pytest.raises(RunError, match="ended after 0 steps of an optimizer, and 15 are needed"):
+        measure_script(script, [], Options(steps=8))
+
+
+AROUND = """
+import torch
+from torch.profiler import record_function
+weight = torch.nn.Parameter(torch.zeros(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+def step():
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_annotations_of_the_script_are_no_danger(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    loop = "for _ in range(40):\n    with record_function('mine'):\n        step()\n"
+    script.write_text(AROUND + loop)
+    assert measure_script(script, [], Options(steps=8)).measured.num_steps == 6
+    script.write_text(
+        AROUND + "with record_function('mine'):\n    for _ in range(40):\n        step()\n"
+    )
+    with pytest.raises(RunError, match="open it inside the loop"):
         measure_script(script, [], Options(steps=8))
 
 

@@ -238,6 +238,6 @@ def test_memory_events_name_the_largest_tensor() -> None:
                 "args": {"Bytes": size, "Device Type": 0, "Addr": address},
             }
         )
-    taken = s.trace(100).take_apart()
-    assert (taken.largest_bytes, taken.largest_what) == (4000, "aten::linear")
-    assert len(taken.timeline) == 3
+    found = s.trace(100).look_at_memory()
+    assert (found.largest_bytes, found.largest_what) == (4000, "aten::linear")
+    assert len(found.timeline) == 3
