@@ -58,7 +58,7 @@ def step_rows(measured: Measured) -> list[tuple[str, float]]:
             rows += [(c.name, c.seconds) for c in measured.classes]
         else:
             rows.append((PART_NAMES[part], float(getattr(measured, part))))
-    return [(name, seconds) for name, seconds in rows if seconds > 0]
+    return [(name, seconds) for name, seconds in rows if seconds > 1e-9]
 
 
 def draw_step(measured: Measured) -> str:

@@ -274,10 +274,9 @@ def _rates(m: Measured, rows: Sequence[ClassTime]) -> tuple[str, ...]:
         if best is not None and row.seconds:
             text += f"; {best / row.seconds:.0%} of what the device allows"
         lines.append(text)
-    if lines and m.smallest_side and m.smallest_side < SMALL_SIDE and rows[0].name in _ARITHMETIC:
-        lines.append(
-            f"the longest product has a side of {m.smallest_side}; a batch of {m.batch} is small"
-        )
+    if lines and 0 < m.smallest_side < SMALL_SIDE and rows[0].name == MATRIX:
+        batch = f" with {m.batch} samples a step" if m.batch else ""
+        lines.append(f"the longest product has a side of {m.smallest_side}{batch}")
     return tuple(lines)
 
 
@@ -326,13 +325,13 @@ def _size(m: Measured) -> list[Finding]:
 
 
 def find_slow_rank(ranks: Sequence[RankTime]) -> RankTime | None:
-    """The rank that the others wait for, if its own time stands out."""
+    """The rank that the others wait for, if its own time stands out, and by more than even it waits."""
     if len(ranks) < 2:
         return None
     slow = max(ranks, key=lambda r: r.own_s)
     others = sorted(r.own_s for r in ranks if r.rank != slow.rank)
     typical = others[len(others) // 2]
-    return slow if slow.own_s - typical > SLOW_RANK * slow.step_s else None
+    return slow if slow.own_s - typical > max(SLOW_RANK * slow.step_s, slow.comm_s) else None
 
 
 def _judge_slow_rank(m: Measured, slow: RankTime, at_fault: Measured | None) -> Verdict:

@@ -133,6 +133,8 @@ def test_one_slow_rank_is_judged_by_its_own_measurement() -> None:
     assert (verdict.limit, verdict.cause, verdict.within) == ("data", "one slow rank", "rank 1")
     assert judge(waiting).limit == "data"  # from the exchanged times alone
     assert find_slow_rank(ranks[:1]) is None
+    # Where even the slow one waits longer than it holds the others up, it is the network.
+    assert find_slow_rank((RankTime(0, 0.1, 0.0, 0.08), RankTime(1, 0.1, 0.0, 0.05))) is None
 
 
 def test_ranks_that_wait_alike_wait_for_the_network() -> None:
