@@ -32,6 +32,7 @@ from ridgeline.doctor.measured import (
 )
 from ridgeline.doctor.probe import Probe, Watched, quartile_spread
 from ridgeline.doctor.shapes import MULTIPLES, Used, find_cliffs, names_by_shape, parameters_of
+from ridgeline.doctor.timeline import look_at_memory, take_apart
 from ridgeline.doctor.trace import Allocations, Taken
 from ridgeline.launch.env import RankEnv
 from ridgeline.machine.compute import device_name, measure_compute
@@ -202,7 +203,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     overhead = roofline.launch_s if roofline is not None and roofline.launch_s else OP_OVERHEAD_S
-    taken = watched.trace.take_apart(overhead, ranks)
+    taken = take_apart(watched.trace, overhead, ranks)
     count, step_s = taken.num_steps, watched.step_s
     parts = fit_parts(taken, count, step_s)
     scale = parts["compute_s"] / max(sum(c.seconds for c in taken.classes.values()) / count, 1e-12)
@@ -211,7 +212,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
     missed, odd, odd_s = _products(taken, names, facts.vocabulary, cuda, count / scale)
     longest = max(taken.products, key=lambda key: taken.products[key], default=None)
     window_s = taken.window_s / count
-    allocations = watched.memory_trace.look_at_memory()
+    allocations = look_at_memory(watched.memory_trace)
     measured = Measured(
         source=facts.source,
         device_kind=device.type,

@@ -75,7 +75,7 @@ TORCH_FREE = (
     "ridgeline.data.pack",
     "ridgeline.cli_data",
     "ridgeline.doctor.verdict",
-    "ridgeline.doctor.trace",
+    "ridgeline.doctor.timeline",
     "ridgeline.doctor.finished",
     "ridgeline.doctor.pictures",
     "ridgeline.cli_doctor",

@@ -15,6 +15,7 @@ from ridgeline.doctor.measured import (
     MATRIX,
     OPTIMIZER,
 )
+from ridgeline.doctor.timeline import look_at_memory, take_apart
 from ridgeline.doctor.trace import Sample, Trace, overlap, subtract, union
 
 MAIN = 1
@@ -86,7 +87,7 @@ def test_a_gap_after_a_wait_is_that_lines_doing() -> None:
     s.runtime("cudaStreamSynchronize", 12, 90, item)
     s.kernel("elementwise_kernel", 180, 20, 170, s.op("aten::add", 168, 4, [[64], [64]]))
     line = Sample(50 * NS, "model.py:7 (forward)", "if loss.item() > 3:", "run")
-    taken = s.trace(200, [line]).take_apart()
+    taken = take_apart(s.trace(200, [line]))
     assert taken.host_s == pytest.approx(80e-6)
     assert taken.num_syncs == 1
     ((where, what, _),) = taken.stalls
@@ -102,7 +103,7 @@ def test_a_gap_while_the_host_launches_is_a_launch_gap() -> None:
         at = 20.0 * number
         op = s.op("aten::add", at, 18, [[4], [4]])
         s.kernel("elementwise_kernel", at + 16, 2, at + 12, op)
-    taken = s.trace(200).take_apart()
+    taken = take_apart(s.trace(200))
     assert taken.launch_s == pytest.approx(180e-6, rel=0.05)
     assert taken.num_launches == 10
     assert taken.host_s == 0
@@ -113,7 +114,7 @@ def test_launches_of_the_optimizer_are_told_apart() -> None:
     s.annotation("Optimizer.step#AdamW.step", 0, 200)
     for number in range(10):
         s.kernel("elementwise_kernel", 20.0 * number + 16, 2, 20.0 * number + 12)
-    taken = s.trace(200).take_apart()
+    taken = take_apart(s.trace(200))
     assert taken.num_optimizer_launches == 10
     assert taken.classes[OPTIMIZER].num == 10
     assert taken.launch_in["optimizer"] > 0.9 * taken.launch_s
@@ -123,9 +124,9 @@ def test_a_gap_while_the_step_waits_for_data_is_datas() -> None:
     s = Script()
     s.kernel("k", 0, 50, 0)
     s.kernel("k", 1050, 50, 1040)
-    taken = s.trace(1100, data_ns=[(40 * NS, 1030 * NS)]).take_apart()
+    taken = take_apart(s.trace(1100, data_ns=[(40 * NS, 1030 * NS)]))
     assert taken.data_s == pytest.approx(1000e-6, rel=0.02)
-    taken = s.trace(1100).take_apart()
+    taken = take_apart(s.trace(1100))
     assert taken.data_s == 0
     assert taken.host_s == pytest.approx(1000e-6, rel=0.02)
 
@@ -135,14 +136,14 @@ def test_torchs_own_loader_announces_its_waits() -> None:
     s.kernel("k", 0, 50, 0)
     s.kernel("k", 1050, 50, 1040)
     s.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 40, 995)
-    assert s.trace(1100).take_apart().data_s == pytest.approx(1000e-6, rel=0.02)
+    assert take_apart(s.trace(1100)).data_s == pytest.approx(1000e-6, rel=0.02)
 
 
 def test_communication_is_hidden_or_exposed() -> None:
     s = Script()
     s.kernel("gemm", 0, 100, 0, s.op("aten::mm", 0, 2, [[8, 8], [8, 8]]))
     s.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 100, 2)
-    taken = s.trace(150).take_apart()
+    taken = take_apart(s.trace(150))
     assert taken.comm_hidden_s == pytest.approx(50e-6)
     assert taken.comm_exposed_s == pytest.approx(50e-6)
 
@@ -152,7 +153,7 @@ def test_copies_from_pageable_memory_are_counted() -> None:
     s.copy("Memcpy HtoD (Pageable -> Device)", 100, 300, 20, 3000)
     s.copy("Memcpy HtoD (Pinned -> Device)", 400, 100, 30, 1000)
     s.kernel("gemm", 500, 100, 40)
-    taken = s.trace(600).take_apart()
+    taken = take_apart(s.trace(600))
     assert taken.h2d_bytes == 4000
     assert taken.h2d_pageable_bytes == 3000
     assert taken.h2d_s >= 400e-6
@@ -164,7 +165,7 @@ def test_products_and_their_tensor_cores() -> None:
     s.kernel("ampere_sgemm_128x64", 0, 300, 0, s.op("aten::mm", 0, 2, wide))
     narrow = s.op("aten::mm", 4, 2, [[64, 64], [64, 64]], "c10::BFloat16")
     s.kernel("nvjet_tst_128x64", 300, 100, 5, narrow)
-    taken = s.trace(400).take_apart()
+    taken = take_apart(s.trace(400))
     assert taken.products[(4096, 50257, 768), "fp32", False] == pytest.approx(300e-6)
     assert taken.products[(64, 64, 64), "bf16", True] == pytest.approx(100e-6)
     assert taken.tensor_core_s / taken.tensor_able_s == pytest.approx(0.25)
@@ -238,6 +239,6 @@ def test_memory_events_name_the_largest_tensor() -> None:
                 "args": {"Bytes": size, "Device Type": 0, "Addr": address},
             }
         )
-    found = s.trace(100).look_at_memory()
+    found = look_at_memory(s.trace(100))
     assert (found.largest_bytes, found.largest_what) == (4000, "aten::linear")
     assert len(found.timeline) == 3
