@@ -286,8 +286,12 @@ def _on_host(trace: Trace, overhead_s: float, num_ranks: int) -> Taken:
         taken.num_optimizer_launches += in_optimizer
         _count(taken, kind, seconds - fixed, op.name, list(op.ancestors()), counted, device=False)
     occupied = union([*((op.start, op.end) for op in mine if op.parent is None), *data])
+    asked = sorted(op.end for op in mine if class_of_op(op.name) == COMMUNICATION)
     for gap in subtract(window, occupied):
         size = (gap[1] - gap[0]) / 1e6
+        if num_ranks > 1 and _waits_for_ranks(trace, gap, asked):
+            taken.comm_exposed_s += size
+            continue
         if gap[1] - gap[0] > SHORT_US:
             size = _long_pause(trace, taken, gap, size, num_ranks)
         taken.launch_s += size
@@ -297,6 +301,14 @@ def _on_host(trace: Trace, overhead_s: float, num_ranks: int) -> Taken:
     talking = sum(overlap(span, trace.talks) for span in window) / 1e6
     taken.comm_hidden_s = max(talking - taken.comm_exposed_s, 0.0)
     return taken
+
+
+def _waits_for_ranks(trace: Trace, gap: Span, asked: Sequence[float]) -> bool:
+    """Whether a pause begins where communication was asked for, or is filled by it on other threads."""
+    at = bisect.bisect_left(asked, gap[0] - _SYNC_REACH_US)
+    if at < len(asked) and asked[at] <= gap[0] + 1.0:
+        return True
+    return overlap(gap, trace.talks) > 0.5 * (gap[1] - gap[0])
 
 
 def _forget_rare(taken: Taken) -> None:

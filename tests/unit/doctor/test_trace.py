@@ -172,6 +172,32 @@ def test_products_and_their_tensor_cores() -> None:
     assert taken.classes[MATRIX].flops == 2 * 4096 * 768 * 50257 + 2 * 64**3
 
 
+def test_on_a_cpu_a_pause_after_a_collective_is_communication() -> None:
+    s = Script()
+    s.op("aten::mm", 0, 100, [[8, 8], [8, 8]])
+    s.op("c10d::allreduce_", 100, 50)
+    s.op("aten::add", 650, 100, [[8], [8]])
+    alone, among = (take_apart(s.trace(750), num_ranks=n) for n in (1, 2))
+    assert among.comm_exposed_s == pytest.approx(550e-6)
+    assert alone.comm_exposed_s == pytest.approx(50e-6)
+    assert alone.launch_s == pytest.approx(500e-6)
+
+
+def test_on_a_cpu_a_pause_in_python_is_its_lines() -> None:
+    s = Script()
+    s.op("aten::mm", 0, 100, [[8, 8], [8, 8]])
+    s.op("aten::add", 1000, 100, [[8], [8]])
+    line = Sample(500 * NS, "loop.py:3 (log)", "json.dumps(x)", "run")
+    taken = take_apart(s.trace(1100, [line]))
+    assert taken.host_s == pytest.approx(900e-6)
+    assert next(iter(taken.stalls))[0] == "loop.py:3 (log)"
+    # The same pause in one step of three is not that line's doing.
+    ends = [0, 1100 * NS, 2200 * NS, 3300 * NS]
+    for at in (1100, 2200):
+        s.op("aten::mm", at, 1100, [[8, 8], [8, 8]])
+    assert take_apart(s.trace(3300, [line], step_ends_ns=ends)).host_s == 0
+
+
 @pytest.mark.parametrize(
     ("kernel", "ops", "wanted"),
     [
