@@ -21,6 +21,7 @@ import typer
 from ridgeline import cli_launch as jobs
 from ridgeline.cli_checkpoint import checkpoint_app
 from ridgeline.cli_data import data_app
+from ridgeline.cli_doctor import doctor
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
 from ridgeline.cli_shared import has_torch, num_cores, require_torch
@@ -49,6 +50,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(jobs.launch_app, name="launch")
 app.add_typer(machine_app, name="machine")
 app.add_typer(plan_app, name="plan")
+app.command()(doctor)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=0.1")

@@ -1,8 +1,8 @@
 """`ridgeline machine`: measure the machine under a run.
 
 `storage` says what the file systems are good for: what `dd` tells of large and small writes, and what it
-does not tell of small files, random reads and many readers. No command here needs torch, so that they work
-on a login node. Added to the app by `cli.py`.
+does not tell of small files, random reads and many readers; it needs no torch, so that it works on a login
+node. `compute` says what a device reaches, and draws its roofline. Added to the app by `cli.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli_shared import ended_in_order
+from ridgeline.cli_shared import ended_in_order, require_torch
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from ridgeline.facts import StorageFacts
+    from ridgeline.machine.roofline import ComputeFacts
     from ridgeline.machine.storage import Amounts, Tell
 
 machine_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
@@ -71,6 +72,112 @@ def storage(
     problems = [problem for facts in measured for problem in facts.problems]
     if problems:
         raise RunError("; ".join(problems))
+
+
+@machine_app.command()
+def compute(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For --model.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto.")] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Also the matrix products of this recipe, and what padding would win."),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of --model; default: the recipe's own.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Add what was measured to this machine.json.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the roofline into this SVG.")] = None,
+) -> None:
+    """Measure arithmetic, memory and launches of a device; its roofline is what the doctor judges by."""
+    from ridgeline.machine.record import check_writable
+
+    require_torch("`ridgeline machine compute`")
+    if out is not None:
+        check_writable(out)
+    if overrides and model is None:
+        raise UsageError(f"{overrides[0]!r} is for --model, and none is named; give --model RECIPE")
+    import torch
+
+    from ridgeline.machine.compute import measure_compute
+
+    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if chosen not in ("cuda", "cpu"):
+        raise UsageError(f"--device {device!r} is not one of cuda, cpu and auto")
+    try:
+        with ended_in_order(), _bar(chosen) as tell:
+            facts = measure_compute(torch.device(chosen), quick, tell)
+            lines, rows = _sweep(model, overrides or [], chosen, precision, facts.peak_flops, quick)
+    except KeyboardInterrupt:
+        raise RunError(f"interrupted while {chosen} was measured; it has no figures") from None
+    if as_json:
+        typer.echo(json.dumps({**facts.to_dict(), "model": rows}, indent=2))
+    else:
+        from ridgeline.machine.show import show_compute
+
+        show_compute(facts, lines)
+    _keep_compute(facts, out, picture, as_json)
+
+
+def _sweep(
+    model: str | None,
+    overrides: list[str],
+    device: str,
+    precision: str | None,
+    peaks: dict[str, float],
+    quick: bool,
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """The shapes of a recipe's model: lines for people, rows for programs."""
+    if model is None:
+        return [], []
+    import torch
+
+    from ridgeline.config import find_recipe, load_config
+    from ridgeline.doctor.shapes import MULTIPLES, collect_shapes, describe_swept, sweep_model
+    from ridgeline.layout import Layout
+
+    config = load_config(find_recipe(model), overrides).config
+    said = precision or Layout.parse(config.layout, "layout").precision
+    if said not in MULTIPLES:
+        raise UsageError(f"--precision {said!r} is not one of {', '.join(MULTIPLES)}")
+    if said not in peaks:
+        raise UsageError(f"--precision {said}: this device has no such products; name another")
+    vocabulary = config.model.args.get("vocab")
+    rows = sweep_model(
+        collect_shapes(config),
+        torch.device(device),
+        said,
+        vocabulary if isinstance(vocabulary, int) else None,
+        repeats=3 if quick else 7,
+        longest_s=0.2 if device == "cpu" else 1.0,
+    )
+    lines = [f"products of {config.model.name}, {said}:", *describe_swept(rows, peaks.get(said))]
+    return lines, [row.to_dict() for row in rows]
+
+
+def _keep_compute(
+    facts: ComputeFacts, out: Path | None, picture: Path | None, as_json: bool
+) -> None:
+    from ridgeline.machine.record import add_compute
+    from ridgeline.machine.roofline import draw_roofline
+
+    try:
+        if out is not None:
+            add_compute(out, facts)
+        if picture is not None:
+            picture.write_text(draw_roofline(facts), encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"cannot write {error.filename} ({error.strerror}); name another file"
+        ) from error
+    for path in (out, picture):
+        if path is not None and not as_json:
+            typer.echo(f"{'added to' if path is out else 'drawn in'} {path}")
 
 
 def _amounts(quick: bool, size: str | None, files: int | None, threads: int | None) -> Amounts:

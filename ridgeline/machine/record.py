@@ -15,6 +15,7 @@ from typing import Any
 
 from ridgeline.errors import UsageError
 from ridgeline.facts import StorageFacts
+from ridgeline.machine.roofline import COMPUTE, ComputeFacts, compute_from_dict
 
 STORAGE = "storage"
 
@@ -33,7 +34,8 @@ def read_machine(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path} of --out holds no JSON ({error}); name another file, or remove it"
         ) from error
-    if not isinstance(found, dict) or not isinstance(found.get(STORAGE, []), list):
+    lists = (STORAGE, COMPUTE)
+    if not isinstance(found, dict) or any(not isinstance(found.get(k, []), list) for k in lists):
         raise UsageError(
             f"{path} of --out holds JSON of another kind than a machine.json; name another file"
         )
@@ -59,6 +61,33 @@ def add_storage(path: Path, measured: Iterable[StorageFacts]) -> None:
     fresh = {_place(row) for row in rows}
     kept = [row for row in whole.get(STORAGE, []) if _place(row) not in fresh]
     _write_json(path, {**whole, STORAGE: [*kept, *rows]})
+
+
+def add_compute(path: Path, facts: ComputeFacts) -> None:
+    """Put the facts under `compute`, in the place of older ones of the same device and host."""
+    row = facts.to_dict()
+    whole = read_machine(path)
+    kept = [old for old in whole.get(COMPUTE, []) if _device(old) != _device(row)]
+    _write_json(path, {**whole, COMPUTE: [*kept, row]})
+
+
+def read_compute(path: Path, host: str, device_kind: str, device_name: str) -> ComputeFacts | None:
+    """What was measured of this kind of device, on this host where there is a choice."""
+    rows = [
+        row
+        for row in read_machine(path).get(COMPUTE, [])
+        if isinstance(row, dict)
+        and (row.get("device_kind"), row.get("device_name")) == (device_kind, device_name)
+    ]
+    if not rows:
+        return None
+    return compute_from_dict(([row for row in rows if row.get("host") == host] or rows)[-1])
+
+
+def _device(row: Any) -> tuple[Any, ...]:
+    if not isinstance(row, dict):
+        return ()
+    return tuple(row.get(key) for key in ("host", "device_kind", "device_name", "num_threads"))
 
 
 def _place(row: Any) -> tuple[Any, Any]:

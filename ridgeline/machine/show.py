@@ -1,4 +1,4 @@
-"""Measured file systems as a table, a column a path, and their verdicts below it.
+"""Measured file systems as a table, a column a path, and their verdicts below it; a device likewise.
 
 Called by `cli_machine.py`; imports without torch. Into a file or a pipe the table goes as wide as it has to
 be, on a terminal it is as wide as that.
@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ridgeline.facts import QuotaFacts, StorageFacts
+from ridgeline.machine.picture import amount, duration
+from ridgeline.machine.roofline import ComputeFacts
 from ridgeline.machine.storage import RANDOM_READ_BYTES
 from ridgeline.machine.verdict import GOOD, POOR, judge
 
@@ -32,6 +34,46 @@ def show_storage(measured: Sequence[StorageFacts], console: Console | None = Non
         for line in (*facts.notes, *(f"NOT MEASURED: {problem}" for problem in facts.problems)):
             console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
         console.print(Padding(_verdicts(facts), (0, 0, 0, 2), expand=False))
+
+
+def show_compute(facts: ComputeFacts, lines: Sequence[str], console: Console | None = None) -> None:
+    """Print what a device reaches: a row a shape and a column a precision, then memory and launches."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=WIDE)
+    console.print(Text(f"{facts.device_name}, {facts.num_threads} threads on the host"))
+    precisions = list(facts.peak_flops)
+    table = Table()
+    table.add_column("FLOP/s")
+    for precision in precisions:
+        table.add_column(precision, justify="right")
+    found = {(p.name, p.precision): p for p in facts.products}
+    for name in dict.fromkeys(p.name for p in facts.products):
+        cells = [found.get((name, precision)) for precision in precisions]
+        table.add_row(name, *("-" if p is None else amount(p.flops_per_s, "") for p in cells))
+    table.add_row("best", *(amount(facts.peak_flops[p], "") for p in precisions), style="bold")
+    ridges = [facts.ridge(p) for p in precisions]
+    table.add_row("ridge, FLOPs a byte", *("-" if r is None else f"{r:.3g}" for r in ridges))
+    console.print(table)
+    rates = {
+        "memory, copy": facts.copy_bytes_per_s,
+        "memory, triad": facts.triad_bytes_per_s,
+        "to the device, pinned": facts.h2d_pinned_bytes_per_s,
+        "to the device, pageable": facts.h2d_pageable_bytes_per_s,
+        "to the host, pinned": facts.d2h_pinned_bytes_per_s,
+        "to the host, pageable": facts.d2h_pageable_bytes_per_s,
+    }
+    for name, rate in rates.items():
+        if rate:
+            console.print(Text(f"{name:<28}{amount(rate, 'B/s')}"))
+    for name, seconds in {
+        "kernel after kernel": facts.launch_s,
+        "one kernel and its end": facts.round_trip_s,
+    }.items():
+        if seconds:
+            console.print(Text(f"{name:<28}{duration(seconds)}"))
+    for text in (*facts.notes, *lines):
+        console.print(Text(text))
 
 
 def build_table(measured: Sequence[StorageFacts]) -> Table:

@@ -1,0 +1,226 @@
+"""`ridgeline doctor`: what holds a job back, from a recipe, a script of your own, or a finished run.
+
+A recipe or script is run for some tens of steps on as many ranks as asked, in processes of their own;
+nothing of it is kept but the measurement. A run directory is judged by its records, without torch. Added to
+the app by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ridgeline.cli_shared import num_cores, require_torch
+from ridgeline.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from ridgeline.config import RunConfig
+    from ridgeline.doctor.measured import Measured
+
+DOCTOR = "doctor.json"
+
+
+def doctor(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|SCRIPT|RUNDIR",
+            help="A recipe, a script of your own, or a finished run.",
+        ),
+    ],
+    rest: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="For a recipe; for a script: its own arguments."
+        ),
+    ] = None,
+    num_processes: Annotated[
+        int, typer.Option("-n", "--num-processes", min=1, help="Ranks on this machine.")
+    ] = 1,
+    steps: Annotated[int, typer.Option(min=6, help="Steps that are timed and profiled.")] = 30,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where doctor.json and the pictures go; default: the run, or runs/doctor-*."
+        ),
+    ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(help="machine.json of `ridgeline machine compute`; else a quick measurement."),
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Keep the profile too, as trace.json for Perfetto.")
+    ] = False,
+    nvtx: Annotated[
+        bool, typer.Option("--nvtx", help="Mark steps, data and updates for Nsight.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what holds a training back, with the evidence, and what would help."""
+    from ridgeline.config import find_recipe, load_config
+    from ridgeline.rundir import CONFIG, RunDir
+
+    path = Path(what)
+    if path.is_dir() and (path / CONFIG).is_file():
+        from ridgeline.doctor.finished import measure_run
+
+        if rest:
+            raise UsageError(f"{rest[0]!r}: a finished run takes no settings; leave it out")
+        ranks = [measure_run(RunDir.open(path))]
+        trained = load_config(path / CONFIG, []).config
+        _conclude(ranks, [], out or path, as_json, None, trained)
+        return
+    require_torch("`ridgeline doctor`")
+    is_script = what.endswith(".py")
+    config = None if is_script else load_config(find_recipe(what), rest or []).config
+    folder = _measure(what, config, rest or [], num_processes, steps, machine, trace, nvtx)
+    with folder as name:
+        _answer(Path(name), _name_of(what), out, as_json, config)
+
+
+def _measure(
+    what: str,
+    config: RunConfig | None,
+    rest: list[str],
+    num_processes: int,
+    steps: int,
+    machine: Path | None,
+    trace: bool,
+    nvtx: bool,
+) -> tempfile.TemporaryDirectory[str]:
+    """Run the ranks; a folder with what each of them found."""
+    from ridgeline.config import dump_config
+    from ridgeline.doctor.request import Request
+    from ridgeline.launch.start import Local
+    from ridgeline.rundir import CONFIG
+
+    if machine is not None:
+        from ridgeline.machine.record import read_machine
+
+        if not machine.is_file():
+            raise UsageError(
+                f"no file {machine} of --machine; `ridgeline machine compute` makes one"
+            )
+        read_machine(machine)
+    shared: dict[str, Any] = {
+        "steps": steps,
+        "nvtx": nvtx,
+        "trace": trace,
+        "machine": str(machine.resolve()) if machine is not None else "",
+    }
+    threads = None
+    if config is None:
+        script = Path(what)
+        if not script.is_file():
+            raise UsageError(f"no script at {what}; name a file, a recipe or a run directory")
+        text, request = "", Request(script=str(script), arguments=tuple(rest), **shared)
+    else:
+        _check(config.layout, num_processes)
+        text, request, threads = dump_config(config), Request(**shared), config.threads
+    folder = tempfile.TemporaryDirectory(prefix="ridgeline-doctor-")
+    try:
+        request.write(Path(folder.name))
+        (Path(folder.name) / CONFIG).write_text(text, encoding="utf-8")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        command = ["-m", "ridgeline.doctor.worker", folder.name]
+        quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        starter = Local(num_processes, num_cores())
+        starter.run(command, num_processes, Path(folder.name), threads, quiet)
+    except KeyboardInterrupt:
+        folder.cleanup()
+        raise RunError("interrupted; there is no verdict") from None
+    except BaseException:
+        folder.cleanup()
+        raise
+    return folder
+
+
+def _check(layout: str, num_processes: int) -> None:
+    from ridgeline.layout import Layout, check_available, require_layout
+
+    said = Layout.parse_for(layout, num_processes, "layout")
+    require_layout(said, "layout")
+    for finding in check_available(said):
+        raise UsageError(str(finding))
+
+
+def _name_of(what: str) -> str:
+    return f"doctor-{Path(what).stem}"
+
+
+def _answer(
+    folder: Path, name: str, out: Path | None, as_json: bool, config: RunConfig | None
+) -> None:
+    from ridgeline.doctor.request import TRACE, read_answers
+    from ridgeline.rundir import RunDir
+
+    ranks, timeline = read_answers(folder)
+    if not ranks:
+        raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
+    if out is None:
+        out = RunDir.create(Path("runs"), name).path
+    _conclude(ranks, timeline, out, as_json, folder / TRACE, config)
+
+
+def _conclude(
+    ranks: Sequence[Measured],
+    timeline: Sequence[tuple[float, float, str, float]],
+    out: Path,
+    as_json: bool,
+    trace: Path | None,
+    config: RunConfig | None,
+) -> None:
+    """Judge, draw, write, and tell."""
+    from ridgeline.doctor.pictures import write_pictures
+    from ridgeline.doctor.show import show_verdict
+    from ridgeline.doctor.verdict import judge
+
+    measured = ranks[0]
+    verdict = judge(measured, ranks[1:])
+    remedies = list_remedies(measured, config)
+    value = {
+        "verdict": verdict.to_dict(),
+        "remedies": remedies,
+        "measured": [m.to_dict() for m in ranks],
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / DOCTOR).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        made = [out / DOCTOR, *write_pictures(out, measured, timeline)]
+        if trace is not None and trace.is_file():
+            (out / trace.name).write_bytes(trace.read_bytes())
+            made.append(out / trace.name)
+    except OSError as error:
+        raise RunError(
+            f"cannot write into {out} of --out ({error.strerror}); name another"
+        ) from error
+    if as_json:
+        typer.echo(json.dumps(value, indent=1))
+        return
+    typer.echo(show_verdict(measured, verdict, remedies))
+    typer.echo(f"\nwritten: {', '.join(path.name for path in made)} in {out}")
+
+
+def list_remedies(measured: Measured, config: RunConfig | None) -> list[str]:
+    """Remedies that apply to a recipe, the one with the largest predicted gain first; none for a script,
+    whose settings are in its code."""
+    if config is None:
+        return []
+    try:
+        from ridgeline.doctor.remedies.table import (  # type: ignore[import-not-found,unused-ignore]
+            REMEDIES,
+        )
+    except ImportError:
+        return []
+    found = []
+    for name, remedy in REMEDIES.items():
+        reason = remedy.applies(measured, config)
+        if reason is not None:
+            found.append((remedy.predicted_gain(measured, config), name, reason))
+    return [f"{name} (up to x{gain:.2f}): {why}" for gain, name, why in sorted(found, reverse=True)]

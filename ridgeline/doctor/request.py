@@ -1,0 +1,54 @@
+"""What `ridgeline doctor` asks of its ranks, and what they answer, as files in a folder.
+
+Written by `cli_doctor.py`, read by `worker.py` on each rank, and the other way round; without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ridgeline.doctor.measured import Measured, measured_from_dict
+
+REQUEST = "request.json"
+TRACE = "trace.json"
+Timeline = list[tuple[float, float, str, float]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One measurement; a recipe's configuration lies beside it."""
+
+    steps: int
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    nvtx: bool = False
+    machine: str = ""
+    trace: bool = False
+
+    def write(self, folder: Path) -> None:
+        (folder / REQUEST).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+
+def read_request(folder: Path) -> Request:
+    values = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    return Request(**{**values, "arguments": tuple(values["arguments"])})
+
+
+def write_answer(folder: Path, measured: Measured, timeline: Timeline) -> None:
+    value = {"measured": measured.to_dict(), "timeline": timeline if measured.rank == 0 else []}
+    path = folder / f"measured-{measured.rank}.json"
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def read_answers(folder: Path) -> tuple[list[Measured], Timeline]:
+    """The measurements by rank, and rank 0's timeline of memory."""
+    found: list[Measured] = []
+    timeline: Timeline = []
+    for path in folder.glob("measured-*.json"):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        found.append(measured_from_dict(value["measured"]))
+        timeline = [tuple(row) for row in value["timeline"]] or timeline
+    return sorted(found, key=lambda m: m.rank), timeline

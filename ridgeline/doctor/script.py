@@ -1,0 +1,158 @@
+"""Measure a user's own script: it runs as it is until enough steps were seen, and is ended then.
+
+A step is over when an optimizer's `step` is, which torch tells every hook that asks; waits for data are
+those of torch's loader, which `job.loader` is made of. Checkpoints that the script would write through
+`job.checkpoints` are not written; files that it writes itself are its own affair. Called by `worker.py`.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.data import dataloader
+
+from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline
+from ridgeline.doctor.probe import Probe
+from ridgeline.errors import RunError
+from ridgeline.machine.roofline import ComputeFacts
+from ridgeline.train.own import OwnCheckpoints
+
+
+class _Enough(BaseException):
+    """Ends the script; no `except Exception` of its own catches it."""
+
+
+class _Watch:
+    """The probe of a script, made when the first step shows which device it is on."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.probe: Probe | None = None
+        self.optimizer: Optimizer | None = None
+        self.roofline: ComputeFacts | None = None
+        self.num_steps = 0
+        self._depth = 0
+        self._is_due = False
+
+    def opened(self) -> None:
+        self._depth += 1
+
+    def closed(self) -> None:
+        """An annotation of the profiler's is over. A step counts once none is open any more."""
+        self._depth -= 1
+        if self._depth > 0 or not self._is_due:
+            return
+        self._is_due = False
+        if self.probe is not None and self.probe.step_done():
+            raise _Enough
+
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.probe is None:
+            self.optimizer = optimizer
+            device = next(p.device for g in optimizer.param_groups for p in g["params"])
+            self.roofline = find_roofline(device, self._options.machine)
+            options = self._options
+            self.probe = Probe(
+                device, options.steps, nvtx=options.nvtx, keep_trace=options.keep_trace
+            )
+        # A script with two optimizers has a step when the first of them has.
+        if optimizer is self.optimizer:
+            self.num_steps += 1
+            self._is_due = True
+
+
+def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
+    """Run the script in this process; every rank does."""
+    watch = _Watch(options)
+    handle = register_optimizer_step_post_hook(watch.stepped)
+    try:
+        with _watched(watch), _no_checkpoints(), suppress(_Enough):
+            _run(path, arguments)
+    except BaseException:
+        if watch.probe is not None:
+            watch.probe.close()
+        raise
+    finally:
+        handle.remove()
+    probe = watch.probe
+    if probe is None or not probe.is_enough:
+        done = 0 if probe is None else probe.num_done
+        needed = Probe(torch.device("cpu"), options.steps).num_steps
+        if probe is not None:
+            probe.close()
+        if watch.num_steps > done + 1:
+            raise RunError(
+                f"{path} has a record_function open around its whole loop, so that no step of it can be "
+                "looked at; open it inside the loop"
+            )
+        raise RunError(
+            f"{path} ended after {done} steps of an optimizer, and {needed} are needed; let it train "
+            "longer, or give a smaller --steps"
+        )
+    facts = Facts(source=f"script {path.name}", optimizer=watch.optimizer)
+    return explain(probe, probe.finish(), facts, watch.roofline)
+
+
+def _run(path: Path, arguments: list[str]) -> None:
+    before, folders = sys.argv, list(sys.path)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise RunError(
+                f"{path} ended with {end.code!r} before enough steps were seen"
+            ) from None
+    finally:
+        sys.argv, sys.path[:] = before, folders
+
+
+@contextmanager
+def _watched(watch: _Watch) -> Iterator[None]:
+    """Torch's loader tells when it is asked for a batch, and its annotations when they begin and end."""
+    loader, notes = dataloader._BaseDataLoaderIter, record_function
+    before = loader.__next__, notes.__enter__, notes.__exit__
+
+    def next_batch(self: Any) -> Any:
+        if watch.probe is None:
+            return before[0](self)
+        with watch.probe.waiting_for_data():
+            return before[0](self)
+
+    def enter(self: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            watch.opened()
+        return before[1](self)
+
+    def leave(self: Any, *error: Any) -> None:
+        before[2](self, *error)
+        if threading.current_thread() is threading.main_thread():
+            watch.closed()
+
+    loader.__next__ = next_batch  # type: ignore[method-assign]
+    notes.__enter__, notes.__exit__ = enter, leave  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        loader.__next__ = before[0]  # type: ignore[method-assign]
+        notes.__enter__, notes.__exit__ = before[1:]  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_checkpoints() -> Iterator[None]:
+    before = OwnCheckpoints.save
+    OwnCheckpoints.save = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OwnCheckpoints.save = before  # type: ignore[method-assign]

@@ -1,0 +1,61 @@
+"""The doctor on a CUDA device: rates, classes of kernels, waits, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ridgeline.config import find_recipe, load_config
+from ridgeline.doctor.measure import Options, measure
+from ridgeline.doctor.shapes import Used, sweep_model
+from ridgeline.doctor.verdict import judge
+from ridgeline.launch.env import read_rank_env
+from ridgeline.machine.compute import measure_compute
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+
+
+def test_rates_of_the_device() -> None:
+    facts = measure_compute(torch.device("cuda"), quick=True)
+    assert {"fp64", "fp32", "bf16", "fp16"} <= set(facts.peak_flops)
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert facts.peak_flops["tf32"] > 1.5 * facts.peak_flops["fp32"]
+        assert facts.peak_flops["bf16"] > 2 * facts.peak_flops["fp32"]
+    if torch.cuda.get_device_capability() >= (8, 9):
+        assert facts.peak_flops["fp8"] > facts.peak_flops["bf16"]
+    assert facts.h2d_pinned_bytes_per_s
+    assert facts.h2d_pageable_bytes_per_s
+    assert facts.h2d_pinned_bytes_per_s > facts.h2d_pageable_bytes_per_s
+    assert facts.launch_s
+    assert 1e-6 < facts.launch_s < 1e-4
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_an_odd_vocabulary_is_slower_than_a_padded_one() -> None:
+    used = Used("matrix", (8192, 50257, 768), 1)
+    (row,) = sweep_model([used], torch.device("cuda"), "bf16", vocabulary=50257)
+    assert row.padded_dims == (8192, 50304, 768)
+    assert row.gain > 0.1
+
+
+def test_a_recipe_is_taken_apart() -> None:
+    config = load_config(
+        find_recipe("llama-text"), ["model.args.size=5m", "train.batch=64", "layout=precision=bf16"]
+    ).config
+    seen = measure(config, read_rank_env({}), Options(steps=12))
+    measured = seen.measured
+    parts = measured.data_s + measured.h2d_s + measured.compute_s + measured.comm_exposed_s
+    parts += measured.host_s + measured.launch_s + measured.other_s
+    assert parts == pytest.approx(measured.step_s, rel=1e-6)
+    for name in ("matrix", "attention", "norm and element-wise", "optimizer", "loss"):
+        assert measured.of_class(name).seconds > 0, name
+    assert measured.of_class("matrix").precision == "bf16"
+    assert measured.tensor_core_share is not None
+    assert measured.tensor_core_share > 0.9
+    assert measured.memory is not None
+    assert 0 < measured.memory.peak_bytes < measured.memory.capacity_bytes
+    assert seen.timeline
+    assert judge(measured).evidence

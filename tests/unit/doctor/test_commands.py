@@ -1,0 +1,199 @@
+"""`ridgeline doctor` on a recipe, a script and a finished run; what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ridgeline.cli import app
+from ridgeline.config import dump_config, find_recipe, load_config
+from ridgeline.doctor.finished import measure_run
+from ridgeline.doctor.measure import Options, measure, measure_training
+from ridgeline.doctor.script import measure_script
+from ridgeline.doctor.verdict import judge
+from ridgeline.errors import RunError, UsageError
+from ridgeline.launch.env import read_rank_env
+from ridgeline.rundir import CONFIG, FACTS, LAYOUT, RankRecord, RunDir, StepRecord
+from ridgeline.train.setup import build_training
+
+SMALL = ["train.batch=16", "threads=1", "device=cpu"]
+
+
+def _config(*overrides: str):
+    return load_config(find_recipe("digits"), [*SMALL, *overrides]).config
+
+
+def _run(path: Path, steps: int = 20, **parts: float) -> RunDir:
+    run = RunDir.at(path)
+    run.write_text(CONFIG, dump_config(_config()))
+    run.write_text(LAYOUT, "dp=1\n")
+    machine = {
+        "device_kind": "cuda",
+        "device_name": "Some GPU",
+        "device_memory_bytes": 80e9,
+        "peak_flops": {"fp32": 60e12},
+    }
+    run.write_json(FACTS, {"machine": machine, "model": {"train_flops_per_sample": 1e9}})
+    for step in range(1, steps + 1):
+        run.append(StepRecord(step, 0, 0.0, 1.0, 0.1, 64, 0.1, memory_bytes=int(10e9), **parts))
+    return run
+
+
+def test_a_finished_run_is_judged_by_its_records(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", data_s=0.07, forward_s=0.01, backward_s=0.015, optimizer_s=0.002)
+    measured = measure_run(run)
+    assert measured.step_s == pytest.approx(0.1)
+    assert measured.host_s == pytest.approx(0.003)
+    assert judge(measured).limit == "data"
+    done = CliRunner().invoke(app, ["doctor", str(run.path)])
+    assert done.exit_code == 0, done.output
+    assert "held back by data: 70%" in done.stdout
+    written = json.loads((run.path / "doctor.json").read_text())
+    assert written["verdict"]["limit"] == "data"
+    assert (run.path / "step.svg").is_file()
+
+
+def test_a_finished_run_that_computes(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", forward_s=0.03, backward_s=0.06)
+    verdict = judge(measure_run(run))
+    assert verdict.limit == "compute"
+    assert "at 1% of what the device reaches" in verdict.sentence
+
+
+def test_a_finished_run_with_a_slow_rank(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", forward_s=0.01, backward_s=0.01, comm_s=0.08)
+    for rank, comm in ((0, 0.08), (1, 0.001)):
+        run.append(RankRecord(rank, "h", "cpu", 20, 0.1, 0.1, {"comm_s": comm, "data_s": 0.0}))
+    run.add_event("straggler", step=9, rank=1, part="compute", excess=0.8)
+    measured = measure_run(run)
+    assert judge(measured).within == "rank 1"
+    assert any("rank 1 cost 80%" in note for note in measured.notes)
+
+
+def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs two or more"):
+        measure_run(_run(tmp_path / "run", steps=1))
+
+
+def test_a_recipe_is_measured_and_nothing_is_written(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = measure(_config(), read_rank_env({}), Options(steps=8))
+    measured = seen.measured
+    assert list(tmp_path.iterdir()) == []
+    assert measured.source == "recipe digits"
+    assert measured.step_s > 0
+    names = {c.name for c in measured.classes}
+    assert {"convolution", "optimizer", "loss", "norm and element-wise"} <= names
+    convolutions = measured.of_class("convolution")
+    assert convolutions.flops > 1e6
+    assert measured.memory is not None
+    assert measured.memory.weights_bytes > 0
+    assert seen.timeline
+    assert measured.roofline is not None
+
+
+def test_a_training_gets_its_state_back() -> None:
+    training = build_training(_config("optim.name=adamw"), read_rank_env({}))
+    before = {k: v.clone() for k, v in training.model.state_dict().items()}
+    generator = torch.get_rng_state()
+    measured = measure_training(training, steps=6)
+    assert measured.num_profiled == 2
+    after = training.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not training.optimizer.state
+    assert torch.equal(generator, torch.get_rng_state())
+    training.close_loaders()
+
+
+SCRIPT = """
+import sys
+import torch
+from pathlib import Path
+import ridgeline
+
+job = ridgeline.start(device="cpu")
+model = job.parallelize(torch.nn.Linear(8, 2))
+data = torch.utils.data.TensorDataset(torch.randn(512, 8), torch.arange(512) % 2)
+loader = job.loader(data, batch_size=8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+saves = job.checkpoints(Path(sys.argv[1]), model, optimizer, loader, every=5)
+for epoch in saves.epochs(int(sys.argv[2])):
+    for x, y in loader:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        saves.step()
+Path(sys.argv[1], "finished").write_text("")
+"""
+
+
+def test_a_script_is_ended_when_enough_was_seen(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(SCRIPT)
+    made = tmp_path / "saves"
+    made.mkdir()
+    measured = measure_script(script, [str(made), "100"], Options(steps=8)).measured
+    assert measured.source == "script own.py"
+    assert measured.data_s > 0
+    assert list(made.iterdir()) == []  # no checkpoint, and not its last line
+
+
+def test_a_script_that_ends_too_early_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text("import torch\n")
+    with pytest.raises(RunError, match="ended after 0 steps of an optimizer, and 15 are needed"):
+        measure_script(script, [], Options(steps=8))
+
+
+AROUND = """
+import torch
+from torch.profiler import record_function
+weight = torch.nn.Parameter(torch.zeros(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+def step():
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_annotations_of_the_script_are_no_danger(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    loop = "for _ in range(40):\n    with record_function('mine'):\n        step()\n"
+    script.write_text(AROUND + loop)
+    assert measure_script(script, [], Options(steps=8)).measured.num_steps == 6
+    script.write_text(
+        AROUND + "with record_function('mine'):\n    for _ in range(40):\n        step()\n"
+    )
+    with pytest.raises(RunError, match="open it inside the loop"):
+        measure_script(script, [], Options(steps=8))
+
+
+def test_the_command_measures_in_a_process_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["doctor", "digits", *SMALL, "--steps", "8", "--out", "there", "--trace"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert "a step takes" in done.stdout
+    written = {path.name for path in (tmp_path / "there").iterdir()}
+    assert written == {"doctor.json", "step.svg", "roofline.svg", "memory.svg", "trace.json"}
+    assert "traceEvents" in json.loads((tmp_path / "there" / "trace.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["nowhere.py"], "no script at nowhere.py"),
+        (["digits", "--machine", "nowhere.json"], "no file nowhere.json"),
+        (["digits", "layout=dp=3", "-n", "2"], "layout"),
+        (["no-such-recipe"], "no-such-recipe"),
+    ],
+)
+def test_slips_are_one_sentence(args: list[str], word: str) -> None:
+    done = CliRunner().invoke(app, ["doctor", *args])
+    assert isinstance(done.exception, UsageError), done.output
+    assert word in str(done.exception)

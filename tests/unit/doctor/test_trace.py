@@ -1,0 +1,270 @@
+"""Traces of a GPU, written by hand: gaps, copies, communication and products are told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ridgeline.doctor.kernels import class_of_kernel, class_of_op, on_tensor_cores, op_cost
+from ridgeline.doctor.measured import (
+    ATTENTION,
+    CONVOLUTION,
+    ELEMENTWISE,
+    LOSS,
+    MATRIX,
+    OPTIMIZER,
+)
+from ridgeline.doctor.timeline import look_at_memory, take_apart
+from ridgeline.doctor.trace import Sample, Trace, overlap, subtract, union
+
+MAIN = 1
+NS = 1_000
+
+
+class Script:
+    """Events of a trace, added one by one; times in microseconds."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._id = 0
+
+    def op(self, name: str, start: float, dur: float, dims: Any = None, kind: str = "float") -> int:
+        self._id += 1
+        args: dict[str, Any] = {"External id": self._id}
+        if dims is not None:
+            args |= {"Input Dims": dims, "Input type": [kind] * len(dims)}
+        self._add("cpu_op", name, start, dur, args)
+        return self._id
+
+    def kernel(self, name: str, start: float, dur: float, launched: float, op: int = 0) -> None:
+        self._launch("cudaLaunchKernel", launched, op)
+        args = {"External id": op, "correlation": self._id, "stream": 7}
+        self._add("kernel", name, start, dur, args)
+
+    def copy(self, name: str, start: float, dur: float, launched: float, size: int) -> None:
+        self._launch("cudaMemcpyAsync", launched, 0)
+        self._add("gpu_memcpy", name, start, dur, {"correlation": self._id, "bytes": size})
+
+    def runtime(self, name: str, start: float, dur: float, op: int = 0) -> None:
+        self._add("cuda_runtime", name, start, dur, {"External id": op})
+
+    def annotation(self, name: str, start: float, dur: float) -> None:
+        self._add("user_annotation", name, start, dur, {})
+
+    def _launch(self, name: str, start: float, op: int) -> None:
+        self._id += 1
+        self._add("cuda_runtime", name, start, 2, {"correlation": self._id, "External id": op})
+
+    def _add(self, category: str, name: str, start: float, dur: float, args: Any) -> None:
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "ts": start,
+                "dur": dur,
+                "tid": MAIN,
+                "args": args,
+            }
+        )
+
+    def trace(self, end: float, samples: list[Sample] | None = None, **spans: Any) -> Trace:
+        values = {"traceEvents": self.events, "baseTimeNanoseconds": 0}
+        return Trace(values, samples or [], (0, int(end * NS)), MAIN, **spans)
+
+
+def test_spans() -> None:
+    assert union([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
+    assert subtract([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
+    assert overlap((1, 6), [(0, 2), (5, 9)]) == 2
+
+
+def test_a_gap_after_a_wait_is_that_lines_doing() -> None:
+    s = Script()
+    s.kernel("ampere_sgemm", 0, 100, 0, s.op("aten::mm", 0, 2, [[8, 8], [8, 8]]))
+    item = s.op("aten::item", 10, 95)
+    s.runtime("cudaStreamSynchronize", 12, 90, item)
+    s.kernel("elementwise_kernel", 180, 20, 170, s.op("aten::add", 168, 4, [[64], [64]]))
+    line = Sample(50 * NS, "model.py:7 (forward)", "if loss.item() > 3:", "run")
+    taken = take_apart(s.trace(200, [line]))
+    assert taken.host_s == pytest.approx(80e-6)
+    assert taken.num_syncs == 1
+    ((where, what, _),) = taken.stalls
+    assert where == "model.py:7 (forward)"
+    assert "aten::item" in what
+    assert taken.classes[MATRIX].seconds == pytest.approx(100e-6)
+    assert taken.classes[ELEMENTWISE].seconds == pytest.approx(20e-6)
+
+
+def test_a_gap_while_the_host_launches_is_a_launch_gap() -> None:
+    s = Script()
+    for number in range(10):
+        at = 20.0 * number
+        op = s.op("aten::add", at, 18, [[4], [4]])
+        s.kernel("elementwise_kernel", at + 16, 2, at + 12, op)
+    taken = take_apart(s.trace(200))
+    assert taken.launch_s == pytest.approx(180e-6, rel=0.05)
+    assert taken.num_launches == 10
+    assert taken.host_s == 0
+
+
+def test_launches_of_the_optimizer_are_told_apart() -> None:
+    s = Script()
+    s.annotation("Optimizer.step#AdamW.step", 0, 200)
+    for number in range(10):
+        s.kernel("elementwise_kernel", 20.0 * number + 16, 2, 20.0 * number + 12)
+    taken = take_apart(s.trace(200))
+    assert taken.num_optimizer_launches == 10
+    assert taken.classes[OPTIMIZER].num == 10
+    assert taken.launch_in["optimizer"] > 0.9 * taken.launch_s
+
+
+def test_a_gap_while_the_step_waits_for_data_is_datas() -> None:
+    s = Script()
+    s.kernel("k", 0, 50, 0)
+    s.kernel("k", 1050, 50, 1040)
+    taken = take_apart(s.trace(1100, data_ns=[(40 * NS, 1030 * NS)]))
+    assert taken.data_s == pytest.approx(1000e-6, rel=0.02)
+    taken = take_apart(s.trace(1100))
+    assert taken.data_s == 0
+    assert taken.host_s == pytest.approx(1000e-6, rel=0.02)
+
+
+def test_torchs_own_loader_announces_its_waits() -> None:
+    s = Script()
+    s.kernel("k", 0, 50, 0)
+    s.kernel("k", 1050, 50, 1040)
+    s.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 40, 995)
+    assert take_apart(s.trace(1100)).data_s == pytest.approx(1000e-6, rel=0.02)
+
+
+def test_communication_is_hidden_or_exposed() -> None:
+    s = Script()
+    s.kernel("gemm", 0, 100, 0, s.op("aten::mm", 0, 2, [[8, 8], [8, 8]]))
+    s.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 100, 2)
+    taken = take_apart(s.trace(150))
+    assert taken.comm_hidden_s == pytest.approx(50e-6)
+    assert taken.comm_exposed_s == pytest.approx(50e-6)
+
+
+def test_copies_from_pageable_memory_are_counted() -> None:
+    s = Script()
+    s.copy("Memcpy HtoD (Pageable -> Device)", 100, 300, 20, 3000)
+    s.copy("Memcpy HtoD (Pinned -> Device)", 400, 100, 30, 1000)
+    s.kernel("gemm", 500, 100, 40)
+    taken = take_apart(s.trace(600))
+    assert taken.h2d_bytes == 4000
+    assert taken.h2d_pageable_bytes == 3000
+    assert taken.h2d_s >= 400e-6
+
+
+def test_products_and_their_tensor_cores() -> None:
+    s = Script()
+    wide = [[4096, 768], [768, 50257]]
+    s.kernel("ampere_sgemm_128x64", 0, 300, 0, s.op("aten::mm", 0, 2, wide))
+    narrow = s.op("aten::mm", 4, 2, [[64, 64], [64, 64]], "c10::BFloat16")
+    s.kernel("nvjet_tst_128x64", 300, 100, 5, narrow)
+    taken = take_apart(s.trace(400))
+    assert taken.products[(4096, 50257, 768), "fp32", False] == pytest.approx(300e-6)
+    assert taken.products[(64, 64, 64), "bf16", True] == pytest.approx(100e-6)
+    assert taken.tensor_core_s / taken.tensor_able_s == pytest.approx(0.25)
+    assert taken.classes[MATRIX].flops == 2 * 4096 * 768 * 50257 + 2 * 64**3
+
+
+def test_on_a_cpu_a_pause_after_a_collective_is_communication() -> None:
+    s = Script()
+    s.op("aten::mm", 0, 100, [[8, 8], [8, 8]])
+    s.op("c10d::allreduce_", 100, 50)
+    s.op("aten::add", 650, 100, [[8], [8]])
+    alone, among = (take_apart(s.trace(750), num_ranks=n) for n in (1, 2))
+    assert among.comm_exposed_s == pytest.approx(550e-6)
+    assert alone.comm_exposed_s == pytest.approx(50e-6)
+    assert alone.launch_s == pytest.approx(500e-6)
+
+
+def test_on_a_cpu_a_pause_in_python_is_its_lines() -> None:
+    s = Script()
+    s.op("aten::mm", 0, 100, [[8, 8], [8, 8]])
+    s.op("aten::add", 1000, 100, [[8], [8]])
+    line = Sample(500 * NS, "loop.py:3 (log)", "json.dumps(x)", "run")
+    taken = take_apart(s.trace(1100, [line]))
+    assert taken.host_s == pytest.approx(900e-6)
+    assert next(iter(taken.stalls))[0] == "loop.py:3 (log)"
+    # The same pause in one step of three is not that line's doing.
+    ends = [0, 1100 * NS, 2200 * NS, 3300 * NS]
+    for at in (1100, 2200):
+        s.op("aten::mm", at, 1100, [[8, 8], [8, 8]])
+    assert take_apart(s.trace(3300, [line], step_ends_ns=ends)).host_s == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "ops", "wanted"),
+    [
+        ("nvjet_tst_256x128", ["aten::mm"], MATRIX),
+        ("sm90_xmma_fprop_implicit_gemm_bf16", ["aten::cudnn_convolution"], CONVOLUTION),
+        ("pytorch_flash::flash_fwd_kernel", ["aten::_flash_attention_forward"], ATTENTION),
+        ("triton_poi_fused_gelu_3", [], ELEMENTWISE),
+        ("triton_red_fused__log_softmax_nll_loss_forward_9", [], LOSS),
+        ("triton_tem_fused_mm_2", [], MATRIX),
+        ("multi_tensor_apply_kernel", [], OPTIMIZER),
+        ("cunn_SoftMaxForward", ["aten::_log_softmax", "aten::cross_entropy_loss"], LOSS),
+        ("vectorized_elementwise_kernel", ["aten::add"], ELEMENTWISE),
+        ("cutlass_80_tensorop_s1688gemm", [], MATRIX),
+    ],
+)
+def test_classes_of_kernels(kernel: str, ops: list[str], wanted: str) -> None:
+    assert class_of_kernel(kernel, ops, False) == wanted
+    assert class_of_kernel(kernel, ops, True) == OPTIMIZER
+
+
+def test_classes_of_ops() -> None:
+    assert class_of_op("aten::addmm") == MATRIX
+    assert class_of_op("aten::mkldnn_convolution") == CONVOLUTION
+    assert class_of_op("aten::_scaled_dot_product_flash_attention_for_cpu") == ATTENTION
+    assert class_of_op("aten::nll_loss_backward") == LOSS
+    assert class_of_op("aten::native_layer_norm") == ELEMENTWISE
+    assert class_of_op("aten::as_strided") == ""
+    assert class_of_op("gloo:all_reduce") == "communication"
+
+
+def test_tensor_cores_by_name_and_type() -> None:
+    assert on_tensor_cores("sm80_xmma_gemm_tf32f32", "fp32")
+    assert not on_tensor_cores("ampere_sgemm_128x64_nn", "fp32")
+    assert not on_tensor_cores("cutlass_80_simt_sgemm", "fp32")
+    assert on_tensor_cores("some_new_name", "bf16")
+
+
+def test_costs_of_ops() -> None:
+    flops, size, precision = op_cost("aten::addmm", [[5], [2, 3], [3, 5]], ["float"] * 3, None)
+    assert (flops, precision) == (60.0, "fp32")
+    assert size == 4 * (5 + 6 + 15 + 10)
+    shapes = [[2, 3, 8, 8], [4, 3, 3, 3], []]
+    flops, _, _ = op_cost(
+        "aten::convolution", shapes, ["float"] * 3, ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]"]
+    )
+    assert flops == 2.0 * (2 * 4 * 4 * 4) * 27
+    query = [[2, 4, 128, 64]] * 3
+    flops, _, _ = op_cost("aten::_flash_attention_forward", query, ["c10::Half"] * 3, None)
+    assert flops == 4.0 * 2 * 4 * 128 * 128 * 64
+    many = [[[8, 8], [8]], [[8, 8], [8]]]
+    assert op_cost("aten::_foreach_add_", many, ["TensorList"] * 2, None)[1] > 0
+
+
+def test_memory_events_name_the_largest_tensor() -> None:
+    s = Script()
+    s.op("aten::linear", 10, 20)
+    s.op("aten::relu", 40, 20)
+    for at, size, address in ((15, 4000, 1), (45, 100, 2), (80, -4000, 1)):
+        s.events.append(
+            {
+                "ph": "i",
+                "name": "[memory]",
+                "ts": at,
+                "tid": MAIN,
+                "args": {"Bytes": size, "Device Type": 0, "Addr": address},
+            }
+        )
+    found = look_at_memory(s.trace(100))
+    assert (found.largest_bytes, found.largest_what) == (4000, "aten::linear")
+    assert len(found.timeline) == 3

@@ -1,0 +1,179 @@
+"""Verdicts on recorded measurements: what each limit needs, and what it is called."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ridgeline.doctor.measured import (
+    ELEMENTWISE,
+    LOSS,
+    MATRIX,
+    OPTIMIZER,
+    ClassTime,
+    Measured,
+    Memory,
+    Missed,
+    RankTime,
+    Stall,
+    measured_from_dict,
+)
+from ridgeline.doctor.pictures import draw_memory, draw_step, sort_lives, write_pictures
+from ridgeline.doctor.show import show_verdict
+from ridgeline.doctor.verdict import find_slow_rank, judge, reached_share
+from ridgeline.machine.roofline import ComputeFacts
+
+GPU = ComputeFacts(
+    host="n",
+    device_kind="cuda",
+    device_name="Some GPU",
+    time=0.0,
+    num_threads=8,
+    peak_flops={"fp32": 50e12, "tf32": 400e12, "bf16": 800e12},
+    copy_bytes_per_s=4e12,
+    h2d_pinned_bytes_per_s=50e9,
+    launch_s=3e-6,
+)
+BASE = Measured(
+    source="recipe x",
+    device_kind="cuda",
+    device_name="Some GPU",
+    step_s=0.1,
+    num_steps=20,
+    num_profiled=10,
+    compute_s=0.095,
+    launch_s=0.005,
+    classes=(
+        ClassTime(MATRIX, 0.08, 100, 0.08 * 700e12, 0.08 * 1e12, "bf16"),
+        ClassTime(ELEMENTWISE, 0.01, 200, 0.0, 0.01 * 3e12, "bf16"),
+        ClassTime(OPTIMIZER, 0.005, 3),
+    ),
+    num_launches=303,
+    tensor_core_share=0.98,
+    memory=Memory(140e9, 60e9, 62e9, 10e9, 10e9, 20e9),
+    roofline=GPU,
+)
+
+
+def test_arithmetic_near_the_peak_is_a_fine_verdict() -> None:
+    verdict = judge(BASE)
+    assert (verdict.limit, verdict.cause, verdict.within) == ("compute", "arithmetic", MATRIX)
+    assert reached_share(BASE) == pytest.approx(700 / 800)
+    assert verdict.sentence.startswith("compute-bound at 88% of what the device reaches")
+
+
+def test_waits_for_the_device_name_their_line() -> None:
+    stall = Stall("train.py:31 (main)", 0.06, 3.0, "aten::item (cudaStreamSynchronize)", "x.item()")
+    m = replace(BASE, host_s=0.06, compute_s=0.035, num_syncs=3.0, stalls=(stall,), classes=())
+    verdict = judge(m)
+    assert (verdict.limit, verdict.cause) == ("host", "synchronisation with the device")
+    assert verdict.within == "train.py:31 (main)"
+    assert any("x.item()" in text for text in verdict.evidence)
+
+
+def test_products_beside_the_tensor_cores_name_their_layers() -> None:
+    rows = (ClassTime(MATRIX, 0.09, 10, 0.09 * 45e12, 0.09 * 1e11, "fp32"),)
+    missed = Missed((4096, 50257, 768), 0.05, "fp32 without TF32", ("head.weight",))
+    verdict = judge(replace(BASE, classes=rows, tensor_core_share=0.0, missed=(missed,)))
+    assert (verdict.limit, verdict.cause) == ("compute", "products that miss the tensor cores")
+    assert any("head.weight" in text and "TF32" in text for text in verdict.evidence)
+
+
+def test_odd_dimensions_are_the_cause_where_they_cost() -> None:
+    odd = ("vocabulary 50257 is no multiple of 8, which bf16 products need (head.weight)",)
+    verdict = judge(replace(BASE, odd=odd, odd_share=0.4))
+    assert (verdict.limit, verdict.cause) == ("compute", "odd dimensions")
+    assert odd[0] in verdict.evidence
+    assert judge(replace(BASE, odd=odd, odd_share=0.02)).cause == "arithmetic"
+
+
+def test_unpinned_copies() -> None:
+    m = replace(BASE, h2d_s=0.07, compute_s=0.02, classes=(), h2d_bytes=1e9, h2d_pageable=1.0)
+    verdict = judge(m)
+    assert (verdict.limit, verdict.cause) == ("data", "unpinned copies")
+    assert any("50 GB/s" in text for text in verdict.evidence)
+    assert judge(replace(m, h2d_pageable=0.0)).cause == "copies to the device"
+
+
+def test_a_full_device_is_named_where_a_larger_batch_would_help() -> None:
+    thin = (ClassTime(MATRIX, 0.08, 10, 1e12, 0.08 * 3e12, "bf16"),)
+    full = Memory(140e9, 137e9, 139e9, 30e9, 30e9, 60e9, 20e9, "aten::linear")
+    m = replace(BASE, classes=thin, memory=full, smallest_side=4, batch=4)
+    verdict = judge(m)
+    assert (verdict.limit, verdict.cause) == ("memory size", "a full device")
+    assert verdict.within == "aten::linear"  # the logits
+    assert judge(replace(m, memory=replace(full, peak_bytes=60e9))).limit == "memory bandwidth"
+    # A device that is full and computes at its peak is not held back by its size.
+    assert judge(replace(BASE, memory=full)).limit == "compute"
+
+
+def test_an_allocator_that_asks_again_is_named() -> None:
+    rows = (ClassTime(MATRIX, 0.02, 10, 0.02 * 700e12, 1e9, "bf16"),)
+    memory = Memory(140e9, 135e9, num_retries=4.0, retry_s=0.06)
+    verdict = judge(replace(BASE, classes=rows, memory=memory))
+    assert (verdict.limit, verdict.cause) == ("memory size", "the allocator's retries")
+    assert verdict.share == pytest.approx(0.6)
+
+
+def test_a_large_loss_is_memory_bandwidth() -> None:
+    rows = (ClassTime(LOSS, 0.07, 5, 0.0, 0.07 * 3e12, "fp32"), ClassTime(MATRIX, 0.01))
+    verdict = judge(replace(BASE, classes=rows))
+    assert (verdict.limit, verdict.cause) == ("memory bandwidth", "the loss")
+
+
+def test_one_slow_rank_is_judged_by_its_own_measurement() -> None:
+    ranks = (RankTime(0, 0.1, 0.0, 0.08), RankTime(1, 0.1, 0.07, 0.001))
+    waiting = replace(BASE, ranks=ranks, comm_exposed_s=0.08, compute_s=0.02, classes=())
+    slow = replace(waiting, rank=1, comm_exposed_s=0.001, data_s=0.07)
+    verdict = judge(waiting, [slow])
+    assert (verdict.limit, verdict.cause, verdict.within) == ("data", "one slow rank", "rank 1")
+    assert judge(waiting).limit == "data"  # from the exchanged times alone
+    assert find_slow_rank(ranks[:1]) is None
+    # Where even the slow one waits longer than it holds the others up, it is the network.
+    assert find_slow_rank((RankTime(0, 0.1, 0.0, 0.08), RankTime(1, 0.1, 0.0, 0.05))) is None
+
+
+def test_ranks_that_wait_alike_wait_for_the_network() -> None:
+    ranks = tuple(RankTime(n, 0.1, 0.0, 0.07) for n in range(4))
+    verdict = judge(replace(BASE, ranks=ranks, comm_exposed_s=0.07, compute_s=0.03, classes=()))
+    assert (verdict.limit, verdict.cause) == ("communication", "the network")
+
+
+def test_measurements_survive_json() -> None:
+    full = replace(
+        BASE,
+        stalls=(Stall("a.py:1 (f)", 0.01),),
+        missed=(Missed((1, 2, 3), 0.1, "why", ("w",)),),
+        ranks=(RankTime(0, 0.1, 0.0, 0.0),),
+    )
+    values = json.loads(json.dumps(full.to_dict()))
+    assert measured_from_dict({**values, "newer": 1}) == full
+
+
+def test_pictures_are_drawings(tmp_path: Path) -> None:
+    timeline = [
+        (0.00, 100.0, "forward", 1.0),
+        (0.01, 50.0, "backward", 2.0),
+        (0.02, -100.0, "backward", 1.0),
+        (0.03, 10.0, "forward", 3.0),
+        (0.04, -10.0, "forward", 3.0),
+        (0.05, -50.0, "optimizer", 2.0),
+    ]
+    kinds = {(size, kind) for _, _, size, kind in sort_lives(timeline)}
+    assert kinds == {(100.0, "activations"), (50.0, "gradients"), (10.0, "temporaries")}
+    made = write_pictures(tmp_path, BASE, timeline)
+    assert {path.name for path in made} == {"step.svg", "roofline.svg", "memory.svg"}
+    for path in made:
+        ElementTree.fromstring(path.read_text())
+    assert "matrix" in draw_step(BASE)
+    assert "activations" in draw_memory(BASE, timeline)
+
+
+def test_the_text_has_the_table_and_the_evidence() -> None:
+    text = show_verdict(BASE, judge(BASE), ["fp8 (up to x1.30): most of it is products"])
+    for word in ("compute-bound", "matrix", "evidence:", "on tensor cores: 98%", "fp8 (up to"):
+        assert word in text

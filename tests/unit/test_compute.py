@@ -1,0 +1,167 @@
+"""`ridgeline machine compute`: rates are real, the file keeps them, odd shapes are named."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from ridgeline.cli import app
+from ridgeline.doctor.shapes import Used, find_cliffs, product_of, sweep_model, watch_shapes
+from ridgeline.errors import UsageError
+from ridgeline.machine.compute import AMOUNTS, Shape, measure_compute
+from ridgeline.machine.record import add_compute, read_compute, read_machine
+from ridgeline.machine.roofline import (
+    ComputeFacts,
+    Mark,
+    Product,
+    compute_from_dict,
+    draw_roofline,
+)
+
+FACTS = ComputeFacts(
+    host="node1",
+    device_kind="cuda",
+    device_name="Some GPU",
+    time=1.0,
+    num_threads=4,
+    peak_flops={"fp32": 60e12, "bf16": 800e12},
+    products=(Product("matrix", "bf16", (4096, 4096, 4096), 1.4e11, 1e8, 1.8e-4),),
+    copy_bytes_per_s=4e12,
+    triad_bytes_per_s=3.9e12,
+)
+
+
+def test_the_roof_is_memory_first_and_arithmetic_after_the_ridge() -> None:
+    assert FACTS.ridge("bf16") == pytest.approx(200)
+    assert FACTS.attainable("bf16", 10) == pytest.approx(40e12)
+    assert FACTS.attainable("bf16", 1000) == pytest.approx(800e12)
+    assert FACTS.attainable("fp8", 10) is None
+
+
+def test_facts_survive_json_and_newer_keys() -> None:
+    values = json.loads(json.dumps(FACTS.to_dict()))
+    assert compute_from_dict({**values, "newer": 1}) == FACTS
+
+
+def test_machine_json_keeps_what_others_wrote_and_one_row_a_device(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text('{"storage": [], "links": {"a": 1}}')
+    add_compute(path, FACTS)
+    add_compute(path, compute_from_dict({**FACTS.to_dict(), "time": 2.0}))
+    add_compute(path, compute_from_dict({**FACTS.to_dict(), "host": "node2"}))
+    assert read_machine(path)["links"] == {"a": 1}
+    assert [row["time"] for row in read_machine(path)["compute"]] == [2.0, 1.0]
+    found = read_compute(path, "node1", "cuda", "Some GPU")
+    assert found is not None
+    assert found.time == 2.0
+    assert read_compute(path, "node1", "cuda", "Another") is None
+
+
+def test_a_machine_json_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text('{"compute": 3}')
+    with pytest.raises(UsageError, match="another kind"):
+        read_machine(path)
+
+
+def test_the_picture_is_a_drawing_with_every_roof_and_mark() -> None:
+    text = draw_roofline(FACTS, [Mark("matrix", 300.0, 4e14)])
+    ElementTree.fromstring(text)
+    for word in ("bf16 800 TFLOP/s", "fp32 60 TFLOP/s", ">matrix<", "FLOPs a byte"):
+        assert word in text
+    ElementTree.fromstring(draw_roofline(compute_from_dict({**FACTS.to_dict(), "peak_flops": {}})))
+
+
+def test_this_cpu_is_measured() -> None:
+    facts = measure_compute(torch.device("cpu"), quick=True)
+    assert {"fp32", "fp64"} <= set(facts.peak_flops)
+    assert facts.peak_flops["fp32"] > 1e8
+    assert facts.memory_bytes_per_s
+    assert facts.memory_bytes_per_s > 1e8
+    assert facts.launch_s
+    assert 1e-8 < facts.launch_s < 1e-3
+    kinds = {p.kind for p in facts.products}
+    assert kinds == {"matrix", "convolution"}
+    assert any("fp8" in note for note in facts.notes)
+
+
+def test_a_case_that_takes_too_long_is_left_out_and_said() -> None:
+    from dataclasses import replace
+
+    from ridgeline.machine.compute import measure_products
+
+    amounts = replace(AMOUNTS["cpu", True], longest_s=0.0)
+    products, notes = measure_products(torch.device("cpu"), amounts, ["fp32"])
+    assert products == []
+    assert "fp32 was not measured" in notes[0]
+
+
+def test_flops_of_shapes() -> None:
+    assert Shape("matrix", (2, 3, 4)).flops == 48
+    assert Shape("batched", (5, 2, 3, 4)).flops == 240
+    assert Shape("convolution", (2, 3, 8, 4, 3)).flops == 2 * 2 * 4 * 64 * 3 * 9
+
+
+def test_products_are_read_from_operands() -> None:
+    assert product_of("aten::mm", [[2, 3], [3, 5]]) == ("matrix", (2, 5, 3))
+    assert product_of("aten::addmm", [[5], [2, 3], [3, 5]]) == ("matrix", (2, 5, 3))
+    assert product_of("aten::bmm", [[7, 2, 3], [7, 3, 5]]) == ("batched", (7, 2, 5, 3))
+    assert product_of("aten::add", [[2, 3], [3, 5]]) is None
+
+
+def test_shapes_of_a_model_name_their_parameters() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(24, 50), nn.ReLU(), nn.Linear(50, 7))
+        x = torch.zeros(16, 24)
+    used = watch_shapes(model, lambda: model(x).sum())
+    found = {u.dims: u for u in used}
+    assert found[16, 50, 24].where == ("*.weight",)
+    assert found[16, 7, 50].count == 1  # forward
+    assert (16, 50, 7) in found  # gradient of the input
+    assert sum(u.count for u in used) == 5  # no gradient of the model's own input
+
+
+def test_cliffs_say_which_dimension_and_why() -> None:
+    (cliff,) = find_cliffs(Used("matrix", (8192, 50257, 768), 1), "bf16", vocabulary=50257)
+    assert (cliff.dim, cliff.padded) == ("n", 50304)
+    assert "vocabulary 50257 is no multiple of 8" in cliff.reason
+    assert not find_cliffs(Used("matrix", (8192, 50304, 768), 1), "bf16")
+    (cliff,) = find_cliffs(Used("batched", (96, 1024, 1024, 48), 1), "bf16")
+    assert (cliff.dim, cliff.padded) == ("k", 64)
+    assert find_cliffs(Used("matrix", (64, 72, 64), 1), "fp8")[0].padded == 80
+
+
+def test_a_padded_product_is_measured_beside_the_odd_one() -> None:
+    rows = sweep_model([Used("matrix", (64, 101, 64), 3)], torch.device("cpu"), "fp32", repeats=3)
+    assert rows[0].padded_dims == (64, 104, 64)
+    assert rows[0].padded_s
+    assert rows[0].flops_per_s > 0
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
+    out, picture = tmp_path / "machine.json", tmp_path / "roofline.svg"
+    args = ["machine", "compute", "--device", "cpu", "--quick", "--model", "llama-text"]
+    args += ["model.args.vocab=257", "--out", str(out), "--picture", str(picture), "--json"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["model"]
+    assert any("vocabulary 257" in c["reason"] for row in rows for c in row["cliffs"])
+    assert read_machine(out)["compute"][0]["device_kind"] == "cpu"
+    ElementTree.fromstring(picture.read_text())
+
+
+def test_slips_are_one_sentence(tmp_path: Path) -> None:
+    for args, word in (
+        (["--device", "tpu"], "not one of cuda, cpu"),
+        (["train.lr=1"], "--model"),
+        (["--out", str(tmp_path)], "is a directory"),
+    ):
+        done = CliRunner().invoke(app, ["machine", "compute", *args])
+        assert isinstance(done.exception, UsageError)
+        assert word in str(done.exception)
