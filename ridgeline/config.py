@@ -19,6 +19,7 @@ import yaml
 
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.layout import Layout, override_text
+from ridgeline.tuning import AT_LEAST, CHOICES, TuneConfig
 from ridgeline.typed import build_typed, leaf_items, leaves, to_plain
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -288,6 +289,7 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     layout: str = ""
     """Parallel arrangement in its text form, e.g. dp=2,precision=bf16."""
     axes: str = "pp,dp,cp,spatial,tp"
@@ -307,6 +309,7 @@ class Resolved:
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
+    **CHOICES,
     "model.dtype": ("float32", "float64", "bfloat16", "float16"),
     "data.shuffle": ("full", "blocks"),
     "data.stage_share": ("node", "job"),
@@ -321,6 +324,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 _AT_LEAST: dict[str, float] = {
+    **AT_LEAST,
     "data.workers": 0,
     "data.prefetch": 0,
     "data.threads": 1,
