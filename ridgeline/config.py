@@ -84,6 +84,8 @@ class AugmentConfig:
     """Probability that left and right are exchanged."""
     flip_vertical: float = 0.0
     """Probability that top and bottom are exchanged."""
+    roll: float = 0.0
+    """Probability that columns move around the globe by any number of them (crop=none)."""
     scale: tuple[float, ...] = ()
     """Stored values x scale + offset are the values themselves; one number a channel, or one for all.
     Without it 1/255 for bytes, otherwise 1."""
@@ -334,6 +336,7 @@ _AT_LEAST: dict[str, float] = {
     "data.augment.eval_area": 0.001,
     "data.augment.flip_horizontal": 0,
     "data.augment.flip_vertical": 0,
+    "data.augment.roll": 0,
     "data.augment.brightness": 0,
     "data.augment.contrast": 0,
     "data.augment.saturation": 0,
@@ -375,6 +378,7 @@ _AT_MOST: dict[str, float] = {
     "data.augment.eval_area": 1,
     "data.augment.flip_horizontal": 1,
     "data.augment.flip_vertical": 1,
+    "data.augment.roll": 1,
     "data.augment.hue": 0.5,
     "data.augment.mix_share": 1,
 }

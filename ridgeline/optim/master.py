@@ -23,7 +23,6 @@ from ridgeline.optim.build import decay_groups, list_trainables
 
 
 def _update(
-    weight: Tensor,
     master: Tensor,
     grad: Tensor,
     mean: Tensor,
@@ -36,8 +35,9 @@ def _update(
     correction1: Tensor,
     correction2: Tensor,
     divisor: Tensor,
+    weight: Tensor | None,
 ) -> None:
-    """One parameter, element by element, as torch's AdamW orders it."""
+    """One parameter, element by element, as torch's AdamW orders it; `weight` is the narrow copy."""
     wide = grad.to(master.dtype) / divisor
     new_mean = mean + (wide - mean) * (1 - beta1)
     new_square = square * beta2 + wide * wide * (1 - beta2)
@@ -46,7 +46,8 @@ def _update(
     mean.copy_(new_mean)
     square.copy_(new_square)
     master.copy_(new)
-    weight.copy_(new)
+    if weight is not None:
+        weight.copy_(new)
 
 
 class MasterAdamW(Optimizer):
@@ -101,18 +102,13 @@ class MasterAdamW(Optimizer):
                 done = float(state["step"])
                 if done not in numbers:
                     numbers[done] = tuple(_number(1 - b**done, device) for b in (beta1, beta2))
-                master = state.get("master", parameter.detach())
+                grad = _like(parameter.grad, parameter)
+                tensors = (state["exp_avg"], state["exp_avg_sq"])
+                master = state.get("master")
                 self._kernel(
-                    *(
-                        _flat(t)
-                        for t in (
-                            parameter.detach(),
-                            master,
-                            _like(parameter.grad, parameter),
-                            state["exp_avg"],
-                            state["exp_avg_sq"],
-                        )
-                    ),
+                    _flat(parameter.detach() if master is None else master),
+                    _flat(grad),
+                    *(_flat(tensor) for tensor in tensors),
                     rate,
                     decay,
                     beta1,
@@ -120,6 +116,7 @@ class MasterAdamW(Optimizer):
                     group["eps"],
                     *numbers[done],
                     divisor,
+                    None if master is None else _flat(parameter.detach()),
                 )
 
 

@@ -41,42 +41,50 @@ class Scaling:
     """Whether the weight gradient is an fp8 product at all."""
     gradients: torch.dtype = E5M2
     fast: bool = True
+    native: bool = False
+    """Whether the device has fp8 products; looked up once, not in the step."""
 
 
-def build_scaling(tune: TuneConfig) -> Scaling:
+def build_scaling(tune: TuneConfig, device: torch.device | None = None) -> Scaling:
     return Scaling(
         rows=tune.fp8_scaling != "tensor",
         rows_of_weight_gradient=tune.fp8_scaling == "row",
         narrow_weight_gradient=tune.fp8_scaling != "careful",
         gradients={"e5m2": E5M2, "e4m3": E4M3}[tune.fp8_gradients],
         fast=tune.fp8_fast_accumulate,
+        native=device is not None and has_fp8_products(device),
     )
-
-
-def quantise(values: Tensor, dtype: torch.dtype, rows: bool) -> tuple[Tensor, Tensor]:
-    """A matrix in `dtype`, and what to multiply it with: (rows, 1), or one number."""
-    wide = values.float()
-    largest = wide.abs().amax(1, keepdim=True) if rows else wide.abs().amax()
-    return _cast(wide, largest, dtype)
-
-
-def _cast(wide: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    top = _LARGEST[dtype]
-    scale = largest.clamp(min=_LEAST) / top
-    # Rounding may take the largest value a little over the top, which has no number there.
-    return (wide / scale).clamp(-top, top).to(dtype), scale
 
 
 def has_fp8_products(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def largest(values: Tensor, rows: bool) -> Tensor:
+    """The largest absolute value of each row, (rows, 1), or of all."""
+    wide = values.abs()
+    return (wide.amax(1, keepdim=True) if rows else wide.amax()).float()
+
+
+def quantise(values: Tensor, dtype: torch.dtype, top: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in `dtype`, and what to multiply it with; `top` is the largest value of each row or of
+    all, and becomes the largest number that the type has."""
+    most = _LARGEST[dtype]
+    scale = top.clamp(min=_LEAST) / most
+    # Rounding may take the largest value a little over the top, which has no number there.
+    return (values.float() / scale).clamp(-most, most).to(dtype), scale
+
+
 def _product(
-    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool
+    left: tuple[Tensor, Tensor],
+    right: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    fast: bool,
+    native: bool,
 ) -> Tensor:
     """left @ right.T of (M, K) and (N, K), with their scales."""
     (a, scale_a), (b, scale_b) = left, right
-    if not has_fp8_products(a.device):
+    if not native:
         return ((a.float() @ b.float().t()) * scale_a * scale_b.t()).to(dtype)
     out = torch._scaled_mm(
         a.contiguous(),
@@ -94,34 +102,44 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, scaling: Scaling) -> Tensor:
-        left = quantise(x_TI, E4M3, scaling.rows)
-        right = quantise(weight_OI, E4M3, scaling.rows)
-        ctx.save_for_backward(x_TI, weight_OI)
+        top = largest(x_TI, scaling.rows)
+        left = quantise(x_TI, E4M3, top)
+        right = quantise(weight_OI, E4M3, largest(weight_OI, scaling.rows))
+        ctx.save_for_backward(x_TI, weight_OI, top)
         ctx.scaling = scaling
-        return _product(left, right, x_TI.dtype, scaling.fast)
+        return _product(left, right, x_TI.dtype, scaling.fast, scaling.native)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_TI, weight_OI = ctx.saved_tensors
+        x_TI, weight_OI, top_x = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
+        top = largest(grad_TO, scaling.rows)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            left = quantise(grad_TO, scaling.gradients, scaling.rows)
-            right = quantise(weight_OI.t(), E4M3, scaling.rows)
-            grad_x = _product(left, right, x_TI.dtype, scaling.fast)
+            left = quantise(grad_TO, scaling.gradients, top)
+            turned = weight_OI.t()
+            right = quantise(turned, E4M3, largest(turned, scaling.rows))
+            grad_x = _product(left, right, x_TI.dtype, scaling.fast, scaling.native)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(grad_TO, x_TI, scaling).to(weight_OI.dtype)
+            grad_weight = _weight_gradient(grad_TO, x_TI, top, top_x, scaling)
+            grad_weight = grad_weight.to(weight_OI.dtype)
         return grad_x, grad_weight, None
 
 
-def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, scaling: Scaling) -> Tensor:
+def _weight_gradient(
+    grad_TO: Tensor, x_TI: Tensor, top: Tensor, top_x: Tensor, scaling: Scaling
+) -> Tensor:
     if not scaling.narrow_weight_gradient or x_TI.shape[0] % MULTIPLE:
         return grad_TO.t() @ x_TI
-    rows = scaling.rows_of_weight_gradient
-    left = quantise(grad_TO.t(), scaling.gradients, rows)
-    right = quantise(x_TI.t(), E4M3, rows)
+    grad_OT, x_IT = grad_TO.t(), x_TI.t()
+    if scaling.rows_of_weight_gradient:
+        top, top_x = largest(grad_OT, True), largest(x_IT, True)
+    else:
+        top, top_x = top.amax(), top_x.amax()  # known already, so nothing is read again
+    left = quantise(grad_OT, scaling.gradients, top)
+    right = quantise(x_IT, E4M3, top_x)
     # A sum over all tokens is too long for the short register.
-    return _product(left, right, x_TI.dtype, fast=False)
+    return _product(left, right, x_TI.dtype, False, scaling.native)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
@@ -161,7 +179,8 @@ def apply_float8(
     Without blocks every linear layer but the last, which gives the model's outputs. Subclasses of
     `nn.Linear` are left alone: what they do beside the product is not known.
     """
-    scaling, changed, kept = build_scaling(tune), [], {}
+    changed: list[str] = []
+    kept: dict[str, str] = {}
     linears = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     owners = {id(m): place for place, (_, block) in enumerate(blocks) for m in block.modules()}
     last = next(reversed(linears), None)
@@ -183,7 +202,7 @@ def apply_float8(
             kept[name] = reason
             continue
         layer.__class__ = Float8Linear
-        layer.scaling = scaling  # type: ignore[assignment]
+        layer.scaling = build_scaling(tune, layer.weight.device)  # type: ignore[assignment]
         changed.append(name)
     return Changed(tuple(changed), kept)
 
