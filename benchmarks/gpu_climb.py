@@ -75,7 +75,6 @@ CASES = {
         (*COMMON, "model.name=llama", "model.args={size: 124m, max_seq: 1024}", "train.batch=64",
          "train.clip=1.0", "data.args={task: causal_lm, shape: [1024], vocab: 32768}"),
         {
-            "bf16": BF16,
             "bf16, cuDNN, narrow residual": BEST_LM,
             "and masters": (*BEST_LM, "tune.weights=bf16"),
             "and graphs": (*BEST_LM, "layout.graphs=true"),
@@ -105,7 +104,9 @@ CASES = {
         {
             "bf16": (*BF16, "model.channels_last=true"),
             "and graphs": (*BF16, "model.channels_last=true", "layout.graphs=true"),
-            "and masters": (*BF16, "model.channels_last=true", "tune.weights=bf16"),
+        },
+        more={
+            "masters": (*BF16, "model.channels_last=true", "tune.weights=bf16"),
             "autotune": (*BF16, "model.channels_last=true", "tune.compile_mode=autotune"),
         },
         clip=False,

@@ -147,7 +147,7 @@ def _narrow(built: Arranged) -> None:
         kept: dict[str, str] = {}
         num_changed = 0
         for module in built.parts:
-            done = apply_float8(module, list(built.blocks_of(module).items()), tune)
+            done = apply_float8(module, built.blocks_of(module), tune, built.block_paths)
             num_changed += len(done.changed)
             kept |= done.kept
         if not num_changed:

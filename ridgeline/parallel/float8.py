@@ -13,7 +13,7 @@ Shapes: T tokens, I and O the layer's inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,48 +98,55 @@ def _product(
 
 
 class _Linear(torch.autograd.Function):
-    """x (T, I) and weight (O, I) -> (T, O)."""
+    """x (T, I) and weight (O, I) -> (T, O). The fields of `Scaling` come one by one, as plain constants,
+    which a compiler takes in any version."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, scaling: Scaling) -> Tensor:
-        top = largest(x_TI, scaling.rows)
+    def forward(
+        ctx: Any,
+        x_TI: Tensor,
+        weight_OI: Tensor,
+        rows: bool,
+        rows_of_weight_gradient: bool,
+        narrow_weight_gradient: bool,
+        gradients: torch.dtype,
+        fast: bool,
+        native: bool,
+    ) -> Tensor:
+        top = largest(x_TI, rows)
         left = quantise(x_TI, E4M3, top)
-        right = quantise(weight_OI, E4M3, largest(weight_OI, scaling.rows))
+        right = quantise(weight_OI, E4M3, largest(weight_OI, rows))
         ctx.save_for_backward(x_TI, weight_OI, top)
-        ctx.scaling = scaling
-        return _product(left, right, x_TI.dtype, scaling.fast, scaling.native)
+        ctx.rows, ctx.gradients, ctx.fast, ctx.native = rows, gradients, fast, native
+        ctx.rows_of_weight_gradient = rows_of_weight_gradient
+        ctx.narrow_weight_gradient = narrow_weight_gradient and x_TI.shape[0] % MULTIPLE == 0
+        return _product(left, right, x_TI.dtype, fast, native)
 
     @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI, top_x = ctx.saved_tensors
-        scaling: Scaling = ctx.scaling
-        top = largest(grad_TO, scaling.rows)
+        top = largest(grad_TO, ctx.rows)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            left = quantise(grad_TO, scaling.gradients, top)
+            left = quantise(grad_TO, ctx.gradients, top)
             turned = weight_OI.t()
-            right = quantise(turned, E4M3, largest(turned, scaling.rows))
-            grad_x = _product(left, right, x_TI.dtype, scaling.fast, scaling.native)
+            right = quantise(turned, E4M3, largest(turned, ctx.rows))
+            grad_x = _product(left, right, x_TI.dtype, ctx.fast, ctx.native)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(grad_TO, x_TI, top, top_x, scaling)
+            grad_OT, x_IT = grad_TO.t(), x_TI.t()
+            if not ctx.narrow_weight_gradient:
+                grad_weight = grad_OT @ x_TI
+            else:
+                if ctx.rows_of_weight_gradient:
+                    top, top_x = largest(grad_OT, True), largest(x_IT, True)
+                else:
+                    top, top_x = top.amax(), top_x.amax()  # known already: nothing is read again
+                left = quantise(grad_OT, ctx.gradients, top)
+                right = quantise(x_IT, E4M3, top_x)
+                # A sum over all tokens is too long for the short register.
+                grad_weight = _product(left, right, x_TI.dtype, False, ctx.native)
             grad_weight = grad_weight.to(weight_OI.dtype)
-        return grad_x, grad_weight, None
-
-
-def _weight_gradient(
-    grad_TO: Tensor, x_TI: Tensor, top: Tensor, top_x: Tensor, scaling: Scaling
-) -> Tensor:
-    if not scaling.narrow_weight_gradient or x_TI.shape[0] % MULTIPLE:
-        return grad_TO.t() @ x_TI
-    grad_OT, x_IT = grad_TO.t(), x_TI.t()
-    if scaling.rows_of_weight_gradient:
-        top, top_x = largest(grad_OT, True), largest(x_IT, True)
-    else:
-        top, top_x = top.amax(), top_x.amax()  # known already, so nothing is read again
-    left = quantise(grad_OT, scaling.gradients, top)
-    right = quantise(x_IT, E4M3, top_x)
-    # A sum over all tokens is too long for the short register.
-    return _product(left, right, x_TI.dtype, False, scaling.native)
+        return grad_x, grad_weight, None, None, None, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
@@ -148,7 +155,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> 
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     flat = x.to(dtype).reshape(-1, x.shape[-1])
     with torch.autocast(kind, enabled=False):
-        out = _Linear.apply(flat, weight, scaling)
+        out = _Linear.apply(
+            flat,
+            weight,
+            scaling.rows,
+            scaling.rows_of_weight_gradient,
+            scaling.narrow_weight_gradient,
+            scaling.gradients,
+            scaling.fast,
+            scaling.native,
+        )
         out = out.view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias.to(dtype)
 
@@ -172,17 +188,28 @@ class Changed:
 
 
 def apply_float8(
-    module: nn.Module, blocks: Sequence[tuple[str, nn.Module]], tune: TuneConfig
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    tune: TuneConfig,
+    paths: Sequence[str] | None = None,
 ) -> Changed:
     """Make linear layers of the repeated blocks compute in fp8.
+
+    `blocks` are those of `module` by path, and `paths` those of the whole model where it is a stage.
 
     Without blocks every linear layer but the last, which gives the model's outputs. Subclasses of
     `nn.Linear` are left alone: what they do beside the product is not known.
     """
     changed: list[str] = []
     kept: dict[str, str] = {}
-    linears = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-    owners = {id(m): place for place, (_, block) in enumerate(blocks) for m in block.modules()}
+    # A stage of a pipeline has layers of others, without their weights.
+    linears = {
+        name: child
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear) and isinstance(child._parameters.get("weight"), Tensor)
+    }
+    order = list(paths if paths is not None else blocks)
+    owners = {id(m): order.index(path) for path, b in blocks.items() for m in b.modules()}
     last = next(reversed(linears), None)
     counts: dict[int, int] = {}
     for child in module.modules():
@@ -193,10 +220,10 @@ def apply_float8(
         reason = _why_kept(name, layer, tune)
         if reason is None and counts[id(layer.weight)] > 1:
             reason = "it shares its weight"
-        if reason is None and (place is None if blocks else name == last):
-            reason = "it is outside the repeated blocks" if blocks else "it gives the outputs"
+        if reason is None and (place is None if order else name == last):
+            reason = "it is outside the repeated blocks" if order else "it gives the outputs"
         if reason is None and place is not None:
-            first, end = tune.fp8_keep_first, len(blocks) - tune.fp8_keep_last
+            first, end = tune.fp8_keep_first, len(order) - tune.fp8_keep_last
             reason = None if first <= place < end else "its block is kept"
         if reason is not None:
             kept[name] = reason

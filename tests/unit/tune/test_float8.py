@@ -119,7 +119,7 @@ def test_which_layers_change_and_why_others_do_not() -> None:
     model = nn.Sequential(nn.Linear(16, 32), Odd(), Odd(), Odd(), nn.Linear(32, 16))
     keys = list(model.state_dict())
     tune = TuneConfig(fp8_keep_last=1, fp8_keep=("2.good",))
-    done = apply_float8(model, list(find_blocks(model).items()), tune)
+    done = apply_float8(model, find_blocks(model), tune)
     assert done.changed == ("1.good",)
     assert list(model.state_dict()) == keys
     assert isinstance(model[1].good, nn.Linear)
@@ -131,10 +131,22 @@ def test_which_layers_change_and_why_others_do_not() -> None:
     assert "outside" in done.kept["4"]
 
 
+def test_a_stage_changes_its_own_layers_by_their_place_in_the_whole() -> None:
+    model = nn.Sequential(Odd(), Odd(), Odd(), Odd())
+    paths = tuple(find_blocks(model))
+    for child in (*model[0].modules(), *model[1].modules()):  # the stage before has these
+        for name in list(child._parameters):
+            child._parameters[name] = None
+    blocks = {path: model.get_submodule(path) for path in paths[2:]}
+    done = apply_float8(model, blocks, TuneConfig(fp8_keep_first=2, fp8_keep_last=1), paths)
+    assert done.changed == ("2.good",)
+    assert "block" in done.kept["3.good"]
+
+
 def test_without_blocks_the_last_layer_is_kept_and_shared_weights_are() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
     model[1].weight = model[0].weight
-    done = apply_float8(model, [], TuneConfig())
+    done = apply_float8(model, {}, TuneConfig())
     assert done.changed == ()
     assert done.kept == {
         "0": "it shares its weight",
@@ -146,7 +158,7 @@ def test_without_blocks_the_last_layer_is_kept_and_shared_weights_are() -> None:
 def test_a_users_model_compiles() -> None:
     torch.manual_seed(0)
     model = build_model("llama", width=32, depth=2, heads=2, ffn=64, vocab=64)
-    apply_float8(model, list(find_blocks(model).items()), TuneConfig())
+    apply_float8(model, find_blocks(model), TuneConfig())
     assert isinstance(model.layers[0].attention.wq, Float8Linear)
     other = copy.deepcopy(model)
     tokens = torch.randint(0, 64, (2, 16))
