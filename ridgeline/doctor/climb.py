@@ -93,11 +93,11 @@ class Candidate:
         assert process.stdout is not None
         try:
             print(json.dumps({"untimed": untimed, "timed": timed}), file=process.stdin, flush=True)
-            ready, _, _ = select.select([process.stdout], [], [], self._timeout_s)
-            line = process.stdout.readline() if ready else ""
+            answers = bool(select.select([process.stdout], [], [], self._timeout_s)[0])
+            line = process.stdout.readline() if answers else ""
         except BrokenPipeError:
-            ready, line = [True], ""
-        if not ready:
+            answers, line = True, ""
+        if not answers:
             raise RunError(f"no answer within {self._timeout_s:.0f} s")
         if not line:
             raise RunError(f"its process ended ({process.wait()}); see {self._log.name}")
@@ -171,7 +171,8 @@ def climb(
         first = _rung(
             kept, "baseline", (), per_step, kept=True, why="the recipe as it is", times=1.0
         )
-        rungs, overrides, times = [first], [], 1.0
+        rungs, times = [first], 1.0
+        overrides: list[str] = []
         say(_line(rungs[-1], unit))
         waiting = dict(remedies)
         step: Step = measured if measured is not None else kept.parts()
