@@ -16,7 +16,7 @@ AVAILABLE: Final = frozenset(
         *("recompute=selective", "recompute=full"),
         *("offload=optimizer", "offload=params", "offload=activations"),
         *("accumulate", "compress", "sync=local", "compile", "graphs"),
-        *("precision=tf32", "precision=bf16", "precision=fp16"),
+        *("precision=tf32", "precision=bf16", "precision=fp16", "precision=fp8"),
     }
 )
 """The techniques that this release can run; a technique is finished when its name stands here."""
@@ -67,6 +67,17 @@ APART: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]] = (
         "and no model has layers for both",
     ),
     (("spatial",), ("precision=fp8",), "fp8 covers matrix products, not convolutions"),
+    (
+        ("tp", "sp", "cp"),
+        ("precision=fp8",),
+        "the model runs on tensors of global shape, and products in fp8 take plain ones",
+    ),
+    (
+        ("schedule=zerobubble",),
+        ("precision=fp8",),
+        "a layer in fp8 computes both of its gradients at once, which cannot be split into input and "
+        "weight parts",
+    ),
     (
         ("schedule=zerobubble",),
         ("zero=3",),

@@ -19,6 +19,7 @@ import yaml
 
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.layout import Layout, override_text
+from ridgeline.tuning import AT_LEAST, CHOICES, TuneConfig
 from ridgeline.typed import build_typed, leaf_items, leaves, to_plain
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -83,6 +84,8 @@ class AugmentConfig:
     """Probability that left and right are exchanged."""
     flip_vertical: float = 0.0
     """Probability that top and bottom are exchanged."""
+    roll: float = 0.0
+    """Probability that columns move around the globe by any number of them (crop=none)."""
     scale: tuple[float, ...] = ()
     """Stored values x scale + offset are the values themselves; one number a channel, or one for all.
     Without it 1/255 for bytes, otherwise 1."""
@@ -288,6 +291,7 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     layout: str = ""
     """Parallel arrangement in its text form, e.g. dp=2,precision=bf16."""
     axes: str = "pp,dp,cp,spatial,tp"
@@ -307,6 +311,7 @@ class Resolved:
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
+    **CHOICES,
     "model.dtype": ("float32", "float64", "bfloat16", "float16"),
     "data.shuffle": ("full", "blocks"),
     "data.stage_share": ("node", "job"),
@@ -321,6 +326,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 _AT_LEAST: dict[str, float] = {
+    **AT_LEAST,
     "data.workers": 0,
     "data.prefetch": 0,
     "data.threads": 1,
@@ -330,6 +336,7 @@ _AT_LEAST: dict[str, float] = {
     "data.augment.eval_area": 0.001,
     "data.augment.flip_horizontal": 0,
     "data.augment.flip_vertical": 0,
+    "data.augment.roll": 0,
     "data.augment.brightness": 0,
     "data.augment.contrast": 0,
     "data.augment.saturation": 0,
@@ -371,6 +378,7 @@ _AT_MOST: dict[str, float] = {
     "data.augment.eval_area": 1,
     "data.augment.flip_horizontal": 1,
     "data.augment.flip_vertical": 1,
+    "data.augment.roll": 1,
     "data.augment.hue": 0.5,
     "data.augment.mix_share": 1,
 }

@@ -59,9 +59,10 @@ OPTIMIZERS: dict[str, Callable[[Iterable[dict[str, Any]], float, OptimConfig, bo
 
 
 def build_optimizer(
-    what: nn.Module | Sequence[Trainable], config: OptimConfig, lr: float
+    what: nn.Module | Sequence[Trainable], config: OptimConfig, lr: float, fused: bool = True
 ) -> Optimizer:
-    """The optimizer over every trainable parameter of a model, or over the parts listed."""
+    """The optimizer over every trainable parameter of a model, or over the parts listed; `fused` asks
+    for one kernel for all of them, where the device has it."""
     if config.name not in OPTIMIZERS:
         raise unknown_word("optimizer", config.name, OPTIMIZERS, "optim.name")
     if config.nesterov and config.momentum <= 0:
@@ -70,7 +71,9 @@ def build_optimizer(
     if not trainables:
         raise UsageError("the model has no trainable parameter, so there is nothing to optimize")
     parameters = [t.parameter for t in trainables]
-    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    fused = fused and all(
+        p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters
+    )
     groups = decay_groups(trainables, config)
     return OPTIMIZERS[config.name](groups, lr, config, fused)
 

@@ -121,6 +121,8 @@ def _scaled_update(
 
 def _can_fold(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
     """The fused kernels take the divisor in single precision, so that is where this is exact."""
+    if getattr(optimizer, "takes_scale", False):
+        return True
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused and all(p.is_cuda and p.dtype is torch.float32 for p in parameters)
 
@@ -128,7 +130,7 @@ def _can_fold(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
 def _folded_update(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float) -> Update:
     def update() -> Tensor | None:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = _norm_of(gradients)
         # Fused optimizers divide every gradient by this attribute, put there for loss scaling.
         optimizer.grad_scale = (norm / clip).clamp(min=1.0).float()  # type: ignore[attr-defined]
         optimizer.step()
@@ -136,3 +138,11 @@ def _folded_update(optimizer: Optimizer, parameters: list[nn.Parameter], clip: f
         return norm
 
     return update
+
+
+def _norm_of(gradients: list[Tensor]) -> Tensor:
+    """In float32 also where gradients are narrower."""
+    if all(gradient.dtype is torch.float32 for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))

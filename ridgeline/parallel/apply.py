@@ -1,6 +1,6 @@
 """Put every technique a layout asks for on a module, in order: `arrange` and `parallelize`.
 
-The order is pipeline cuts, spatial, context and tensor rewrites (of each stage), recompute, compile,
+The order is pipeline cuts, spatial, context and tensor rewrites (of each stage), fp8, recompute, compile,
 sharding, replication; each technique is one entry of `ORDER`, and a test holds the entries against the
 table of `composition.py`. The module knows nothing of any of it. `arrange` is called by `train/setup.py`
 and `verify/`, `parallelize` by loops of the user's own.
@@ -28,6 +28,7 @@ from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
 from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
+from ridgeline.tuning import TuneConfig
 
 _LARGEST_PROBED = 100_000_000
 """Parameters of a model that is copied and run once to see what it draws."""
@@ -137,6 +138,46 @@ def _cut(built: Arranged) -> None:
         cut_into_stages(built)
 
 
+def _narrow(built: Arranged) -> None:
+    """Linear layers in fp8, and the other changes of section `tune` to the modules themselves."""
+    tune = built.tune
+    if built.layout.precision == "fp8":
+        from ridgeline.parallel.float8 import apply_float8
+
+        kept: dict[str, str] = {}
+        num_changed = 0
+        for module in built.parts:
+            done = apply_float8(module, built.blocks_of(module), tune, built.block_paths)
+            num_changed += len(done.changed)
+            kept |= done.kept
+        if not num_changed:
+            why = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:3])
+            raise UsageError(
+                f"precision=fp8 found no linear layer for it ({why or 'there is none'}); use precision=bf16"
+            )
+        stay = (
+            f"; {', '.join(kept)} stay in bf16" if len(kept) < 8 else f"; {len(kept)} stay in bf16"
+        )
+        built.notes.append(f"{num_changed} linear layers in fp8{stay if kept else ''}")
+    if tune.residual == "bf16":
+        from ridgeline.parallel.tuned import apply_narrow_residual
+
+        blocks = [b for module in built.parts for b in built.blocks_of(module).values()]
+        apply_narrow_residual(blocks, built.layout)
+    if tune.pad:
+        from ridgeline.parallel.tuned import apply_padding
+
+        if built.tensor_plan is not None:
+            raise UsageError(
+                f"tune.pad={tune.pad} and {built.layout} do not compose: tp and cp run the layers on "
+                "tensors of global shape; leave one of them out"
+            )
+        padded = [name for module in built.parts for name in apply_padding(module, tune.pad)]
+        built.notes.append(
+            f"computed in multiples of {tune.pad}: {', '.join(padded) or 'nothing, all layers are'}"
+        )
+
+
 def _recompute(built: Arranged) -> None:
     if built.layout.recompute == "none":
         return
@@ -185,6 +226,15 @@ def _offload_activations(built: Arranged) -> None:
             apply_activation_offload(module, built.blocks_of(module).values() or [module])
 
 
+_COMPILE_MODES = {
+    (False, False): "default",
+    (False, True): "reduce-overhead",
+    (True, False): "max-autotune-no-cudagraphs",
+    (True, True): "max-autotune",
+}
+"""torch's words, by whether kernels are tuned and whether graphs are captured."""
+
+
 def _compile(built: Arranged) -> None:
     layout, device = built.layout, built.mesh.device
     if layout.graphs and device.type != "cuda":
@@ -196,12 +246,20 @@ def _compile(built: Arranged) -> None:
     _avoid_double_flash(built)
     # One compiled graph a shape: with dynamic shapes an uneven last batch would leave a slower
     # one behind that then serves the full batches too.
-    mode = "reduce-overhead" if layout.graphs else "default"
-    if layout.pp > 1 or layout.zero == 3:
-        # What is between the blocks stops and sends, or gathers weights; the blocks do the work.
+    mode = _COMPILE_MODES[built.tune.compile_mode == "autotune", layout.graphs]
+    regional = built.tune.compile_mode == "regional"
+    if layout.pp > 1 or layout.zero == 3 or regional:
+        # What is between the blocks stops and sends, or gathers weights; the blocks do the work. Blocks
+        # of one class are also compiled once for all of them, which starts sooner.
         blocks = [b for module in built.parts for b in built.blocks_of(module).values()]
         for block in blocks or built.parts:
             block.compile(dynamic=False, mode=mode)
+        if (
+            regional
+            and built.staged is None
+            and isinstance(getattr(built.objective, "loss", None), Callable)
+        ):
+            built.objective.loss = torch.compile(built.objective.loss, dynamic=False, mode=mode)
         return
     built.objective.compile(dynamic=False, mode=mode)
 
@@ -303,6 +361,7 @@ ORDER: tuple[Technique, ...] = (
     Technique(_sync_batch_norm),
     Technique(_tile, ("spatial",)),
     Technique(_split, ("tp", "sp", "cp")),
+    Technique(_narrow, ("precision=fp8",)),
     Technique(_recompute, ("recompute=selective", "recompute=full")),
     Technique(_offload_activations, ("offload=activations",)),
     Technique(_compile, ("compile",)),
@@ -324,6 +383,7 @@ def arrange(
     ddp: DdpConfig | None = None,
     randomness: Randomness | None = None,
     example: tuple[Any, ...] | None = None,
+    tune: TuneConfig | None = None,
 ) -> Arranged:
     """The same computation as `objective`, arranged as `layout` says over the ranks of `mesh`.
 
@@ -344,6 +404,7 @@ def arrange(
         ddp=ddp or DdpConfig(),
         randomness=randomness,
         example=example,
+        tune=tune or TuneConfig(),
     )
     for technique in ORDER:
         technique.apply(built)

@@ -28,6 +28,7 @@ from ridgeline.parallel.fallbacks import Gathered, group_fallbacks, merge_gather
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
+from ridgeline.tuning import TuneConfig
 
 if TYPE_CHECKING:
     from ridgeline.parallel.compress import Compression
@@ -54,6 +55,7 @@ class Arranged:
     randomness: Randomness | None
     """None in a loop of the user's own, where dropout is torch's."""
     example: tuple[Any, ...] | None = None
+    tune: TuneConfig = field(default_factory=TuneConfig)
     state_names: dict[str, str] = field(default_factory=dict)
     """Every key of the model's state dict, and the first name of the tensor it stands for."""
     tensor_plan: TensorPlan | None = None

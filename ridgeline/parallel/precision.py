@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Types that products are computed in, by the name of the precision; others use the parameters' own."""
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Types that products are computed in, by the name of the precision; others use the parameters' own. In
+fp8 it is the type of everything that is no linear layer of a block (`float8.py`)."""
 
 
 @dataclass(frozen=True)

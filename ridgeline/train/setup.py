@@ -35,7 +35,8 @@ from ridgeline.machine.describe import describe_machine
 from ridgeline.models.build import MODELS, build_model
 from ridgeline.models.count import count_model
 from ridgeline.models.weights import load_weights
-from ridgeline.optim.build import build_optimizer
+from ridgeline.optim.build import Trainable, build_optimizer
+from ridgeline.optim.master import build_master_adamw
 from ridgeline.optim.schedules import Factor, build_schedule, fit_warmup, scale_lr
 from ridgeline.optim.update import Update, build_update
 from ridgeline.parallel.apply import arrange
@@ -43,6 +44,8 @@ from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, read_order
 from ridgeline.parallel.precision import Precision, build_precision
 from ridgeline.parallel.random import Randomness
+from ridgeline.parallel.tuned import prefer_attention
+from ridgeline.train.chunked import choose_loss
 from ridgeline.train.clock import Clock, build_clock
 from ridgeline.train.hang import collective_timeout
 from ridgeline.train.objective import Objective, build_forward_backward
@@ -163,15 +166,18 @@ def _build_on(
     mesh = join()
     env = mesh.env
     model = _build_weights(config, device, "" if resumes else config.model.weights)
+    example = _example(config, info, device)
+    loss = choose_loss(model, task, config.tune, layout, example)
     arranged = arrange(
-        Objective(model, task.loss),
+        Objective(model, loss),
         layout,
         mesh,
         model=model,
-        loss=task.loss,
+        loss=loss,
         ddp=config.ddp,
         randomness=Randomness(config.train.seed),
-        example=_example(config, info, device),
+        example=example,
+        tune=config.tune,
     )
     clock = build_clock(device)
     to_device = _build_to_device(config, device)
@@ -181,7 +187,7 @@ def _build_on(
         config.train.lr, config.train.batch, config.train.reference_batch, config.train.lr_rule
     )
     trainables = arranged.trainables()
-    optimizer = build_optimizer(trainables, config.optim, rate)
+    optimizer = _build_optimizer(config, layout, model, trainables, rate)
     machine_facts = describe_machine(device, layout.precision, env.local_world_size)
     schedule, warmup_note = fit_warmup(config.schedule, num_steps)
     # For a model that draws numbers itself, apart on ranks that hold different samples. Dropout does
@@ -223,6 +229,20 @@ def _build_on(
             *arranged.notes,
         ],
     )
+
+
+def _build_optimizer(
+    config: RunConfig, layout: Layout, model: nn.Module, trainables: list[Trainable], rate: float
+) -> Optimizer:
+    if config.tune.weights == "wide":
+        return build_optimizer(trainables, config.optim, rate, config.tune.fused_optimizer)
+    alone = layout.replace(precision="bf16", compile=False, graphs=False, recompute="none")
+    if layout.precision not in ("bf16", "fp8") or alone != Layout(precision="bf16"):
+        raise UsageError(
+            f"tune.weights=bf16 is for one device with precision=bf16 or fp8, and the layout is {layout}; "
+            "leave it out (zero=1 and up keep bf16 weights by themselves)"
+        )
+    return build_master_adamw(model, config.optim, rate)
 
 
 def check_batch(config: RunConfig, layout: Layout) -> None:
@@ -284,6 +304,7 @@ def _prepare_process(config: RunConfig, device: torch.device) -> None:
         prepare_deterministic()
     # Asked only to warn, flash attention on CUDA keeps to its backward pass that adds in any order.
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=device.type != "cuda")
+    prefer_attention(config.tune.attention)
     if device.type == "cuda":
         # Batches have one shape, so the search for the fastest convolution pays after one step.
         torch.backends.cudnn.benchmark = not config.train.deterministic

@@ -23,7 +23,7 @@ from ridgeline.named import import_named
 Loss = Callable[[Any, Tensor], Tensor]
 Sums = dict[str, tuple[Tensor, Tensor]]
 
-_IGNORED = -100
+IGNORED = -100
 """A target that counts for nothing, as in torch."""
 
 
@@ -100,9 +100,9 @@ def _segment_sums(outputs: Any, targets: Tensor) -> Sums:
 def _causal_loss(outputs: Any, targets: Tensor) -> Tensor:
     """Mean over the targets that are not ignored; 0 where all are, which torch calls no number."""
     logits = main_output(outputs)
-    some = (targets != _IGNORED).sum().clamp(max=1)
+    some = (targets != IGNORED).sum().clamp(max=1)
     targets = torch.where(some > 0, targets, 0)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED) * some
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED) * some
 
 
 def _with_perplexity(means: dict[str, float]) -> dict[str, float]:
@@ -114,14 +114,14 @@ def _masked_loss(outputs: Any, targets: Tensor) -> Tensor:
     """Mean over samples of the mean over their masked positions, whatever their number."""
     logits = main_output(outputs)
     each = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none"
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
     ).view(targets.shape)
-    masked = (targets != _IGNORED).sum(1).clamp(min=1)
+    masked = (targets != IGNORED).sum(1).clamp(min=1)
     return (each.sum(1) / masked).mean()
 
 
 def _token_sums(outputs: Any, targets: Tensor) -> Sums:
-    counted = targets != _IGNORED
+    counted = targets != IGNORED
     right = ((main_output(outputs).argmax(-1) == targets) & counted).sum()
     return {"token_accuracy": (right.double(), counted.sum().double())}
 

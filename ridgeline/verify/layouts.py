@@ -38,7 +38,9 @@ EXAMPLE: dict[str, dict[str, object]] = {
 
 # Arithmetic of other precisions is not the same arithmetic; verification runs it apart, against a
 # bound of its own. CUDA graphs need a CUDA device.
-NOT_IN_FLOAT64 = frozenset({"precision=tf32", "precision=bf16", "precision=fp16", "graphs"})
+NOT_IN_FLOAT64 = frozenset(
+    {"precision=tf32", "precision=bf16", "precision=fp16", "precision=fp8", "graphs"}
+)
 
 
 def provable() -> list[str]:

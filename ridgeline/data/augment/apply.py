@@ -21,7 +21,7 @@ from ridgeline.data.keyed import keyed_uniform
 from ridgeline.data.source import SourceInfo
 
 # Keys of the draws of each step.
-_CROP, _FLIP, _COLOUR, _MIX = 1, 2, 3, 4
+_CROP, _FLIP, _COLOUR, _MIX, _ROLL = 1, 2, 3, 4, 5
 _STORED = (torch.uint8, torch.uint16, torch.int16)
 """Types in which samples are kept and no model computes."""
 _COLOURS = (
@@ -49,7 +49,8 @@ class Augment:
         self._config, self._info, self._seed, self._train = config, info, seed, train
         self.mixes = train and config.mix_share > 0 and (config.mixup > 0 or config.cutmix > 0)
         self._flips = train and (config.flip_horizontal > 0 or config.flip_vertical > 0)
-        self._moves = config.crop != "none" or self._flips
+        self._rolls = train and config.roll > 0
+        self._moves = config.crop != "none" or self._flips or self._rolls
         self._colours = [
             (name, change) for name, change in _COLOURS if train and getattr(config, name) > 0
         ]
@@ -140,6 +141,11 @@ class Augment:
         else:
             starts = np.broadcast_to((np.array(size) - wanted) // 2, (num, 2))
         rows, columns = (geometry.whole_lines(starts[:, d], wanted[d], flips[:, d]) for d in (0, 1))
+        if self._rolls:
+            draws = self._draw(_ROLL, indices, epoch, 2)
+            shifts = geometry.random_starts(draws[:, 1], np.array(wanted[1] - 1))
+            shifts = np.where(draws[:, 0] < config.roll, shifts, 0)
+            columns = geometry.rolled_lines(columns, shifts, size[1])
         return Places(rows, columns, resizes=False)
 
     def _change_dense(self, targets: Tensor, places: Places | None) -> Tensor:

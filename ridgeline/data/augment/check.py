@@ -44,7 +44,12 @@ def _check_values(config: AugmentConfig, info: SourceInfo) -> None:
 
 
 def _check_crop(config: AugmentConfig, info: SourceInfo) -> None:
-    flips = [name for name in ("flip_horizontal", "flip_vertical") if getattr(config, name)]
+    flips = [name for name in ("flip_horizontal", "flip_vertical", "roll") if getattr(config, name)]
+    if config.roll and config.crop != "none":
+        raise UsageError(
+            f"data.augment.roll={config.roll} moves columns around the globe, and crop={config.crop} cuts "
+            "it open; use one of them"
+        )
     if config.crop == "none" and (config.size or config.padding):
         what = f"size={list(config.size)}" if config.size else f"padding={config.padding}"
         raise UsageError(

@@ -93,6 +93,12 @@ def whole_lines(starts: np.ndarray, count: int, flipped: np.ndarray) -> Lines:
     return Lines(low, low, np.zeros(low.shape, dtype=np.float32), low)
 
 
+def rolled_lines(lines: Lines, shifts: np.ndarray, count: int) -> Lines:
+    """Whole lines moved by `shifts` in a ring of `count`."""
+    low = (lines.low + shifts[:, None]) % count
+    return Lines(low, low, lines.weight, low)
+
+
 def _flip(lines: np.ndarray, flipped: np.ndarray) -> np.ndarray:
     lines = np.broadcast_to(lines, (len(flipped), lines.shape[1]))
     return np.where(flipped[:, None], lines[:, ::-1], lines)

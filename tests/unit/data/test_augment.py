@@ -185,6 +185,25 @@ def test_targets_on_the_pixels_move_with_them():
     assert torch.equal(found, moved)
 
 
+def test_columns_roll_around_with_their_targets():
+    fields = torch.arange(10.0).expand(2000, 1, 2, 10)
+    config = AugmentConfig(roll=0.75)
+    found, moved = run(config, fields, fields, task="forecast", target=(1, 2, 10))
+    assert torch.equal(found, moved)
+    shifts = found[:, 0, 0, 0]
+    assert torch.equal(
+        found[:, 0], (shifts[:, None, None] + torch.arange(10)).expand(-1, 2, -1) % 10
+    )
+    counts = torch.bincount(shifts.long(), minlength=10) / 2000
+    wanted = torch.full((10,), 0.075)
+    wanted[0] = 0.325  # a quarter stays, and some roll by nothing
+    assert ((counts - wanted).abs() < 4 * (wanted * (1 - wanted) / 2000).sqrt()).all()
+    shape = info_of(shape=(1, 2, 10), dtype=torch.float32, task="forecast", target=(1, 2, 10))
+    assert build_augment(config, shape, 0, train=False) is None  # an evaluation does not roll
+    with pytest.raises(UsageError, match="cuts it open"):
+        run(AugmentConfig(roll=1.0, crop="centre", size=(2, 4)), fields, fields, task="forecast")
+
+
 # Colours
 
 

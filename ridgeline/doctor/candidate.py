@@ -1,0 +1,125 @@
+"""One state of a climb in a process of its own: `python -m ridgeline.doctor.candidate RECIPE`.
+
+It builds the training, and then runs steps when a line of JSON on its standard input says so, answering
+with one line: seconds a step, losses, parts, memory. Between two turns it holds nothing of the device that
+it can give back, so that others measure undisturbed. Nothing of a state (flags, caches, compiled code in
+memory) leaks into another. Started by `climb.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Runner:
+    """A training that goes on in turns."""
+
+    def __init__(self, recipe: Path) -> None:
+        from ridgeline.config import load_config
+        from ridgeline.launch.env import read_rank_env
+        from ridgeline.train.loop import train_loop
+        from ridgeline.train.setup import build_training
+
+        self.training = build_training(load_config(recipe).config, read_rank_env({}))
+        self.device = self.training.mesh.device
+        self._steps = train_loop(self.training)
+
+    def turn(self, untimed: int, timed: int) -> dict[str, Any]:
+        if timed:
+            # Batches that were read while others had their turn would come for nothing.
+            untimed = max(untimed, self._num_ready())
+        losses = [next(self._steps).loss_share for _ in range(untimed)]
+        self._wait()
+        self._reset_peak()
+        pending = []
+        start = time.perf_counter()
+        for _ in range(timed):
+            result = next(self._steps)
+            losses.append(result.loss_share)
+            pending.append(result.times)
+        self._wait()
+        spent = time.perf_counter() - start
+        parts = [times.read() for times in pending]
+        names = sorted({name for part in parts for name in part})
+        answer = {
+            "step_s": spent / max(timed, 1),
+            "losses": [float(loss) for loss in losses],
+            "parts": {n: statistics.median(part.get(n, 0.0) for part in parts) for n in names},
+            "peak_bytes": self._peak(),
+            "device": self.device.type,
+            "samples": self.training.config.train.batch,
+            "unit": self.training.loader.source.info.unit,
+            "units_per_sample": self.training.loader.source.info.units_per_sample,
+            "time": time.time(),
+            "notes": self.training.notes,
+        }
+        self._give_back()
+        return answer
+
+    def _num_ready(self) -> int:
+        """Batches that the loader may have ready before anybody asks, and one on its way."""
+        data = self.training.config.data
+        return data.prefetch * max(data.workers, data.threads) + 1 if data.prefetch else 0
+
+    def _wait(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _reset_peak(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def _peak(self) -> int:
+        from ridgeline.machine.describe import peak_memory_bytes
+
+        return peak_memory_bytes(self.device)
+
+    def _give_back(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        from ridgeline.parallel.mesh import close_mesh
+
+        self.training.close_loaders()
+        close_mesh(self.training.mesh)
+
+
+def main(argv: list[str]) -> None:
+    # Answers go out on a copy of standard output; whatever else is printed goes to the log.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    runner: Runner | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if runner is None:
+                runner = Runner(Path(argv[0]))
+            answer = runner.turn(asked["untimed"], asked["timed"])
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            answer = {"failed": f"{type(error).__name__}: {first}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    if runner is not None:
+        runner.close()
+    sys.stdout.flush()
+    os._exit(0)  # a loader's thread may still wait for room
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""What a recipe's model is made of, as far as remedies ask: looked up on the meta device, once.
+
+Called by `remedies/`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ridgeline.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Look:
+    num_conv2d: int = 0
+    num_other_conv: int = 0
+    """Convolutions of one and three dimensions."""
+    num_blocks: int = 0
+    num_block_linears: int = 0
+    """Linear layers of the repeated blocks whose sides are multiples of 16."""
+    num_odd_linears: int = 0
+    """Large linear layers with a side that is no multiple of 64."""
+    num_outputs: int = 0
+    """Of the last linear layer."""
+
+
+def look_at(config: RunConfig) -> Look:
+    """Nothing where the model cannot be built on the meta device."""
+    return _look(config.model.name, json.dumps(config.model.args, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=16)
+def _look(name: str, args: str) -> Look:
+    import torch
+    from torch import nn
+
+    from ridgeline.models.build import build_model
+    from ridgeline.parallel.blocks import find_blocks
+
+    try:
+        with torch.device("meta"):
+            model = build_model(name, **json.loads(args))
+    except Exception:
+        return Look()
+    modules = list(model.modules())
+    blocks = find_blocks(model).values()
+    linears = [m for m in modules if type(m) is nn.Linear]
+    inside = [m for block in blocks for m in block.modules() if type(m) is nn.Linear]
+    return Look(
+        num_conv2d=sum(isinstance(m, nn.Conv2d) for m in modules),
+        num_other_conv=sum(isinstance(m, (nn.Conv1d, nn.Conv3d)) for m in modules),
+        num_blocks=len(blocks),
+        num_block_linears=sum(not (m.in_features % 16 or m.out_features % 16) for m in inside),
+        num_odd_linears=sum(
+            min(m.in_features, m.out_features) >= 64
+            and bool(m.in_features % 64 or m.out_features % 64)
+            for m in linears
+        ),
+        num_outputs=linears[-1].out_features if linears else 0,
+    )

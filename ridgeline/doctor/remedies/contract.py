@@ -1,0 +1,113 @@
+"""What a remedy is: when it helps, by how much, what it changes, and what it does to the numbers.
+
+A remedy knows a step by its parts (`Step`) and a training by its recipe, and answers in overrides of that
+recipe. Predictions are Amdahl's: the seconds that a part takes, times the share of them that would go;
+they only decide in which order `climb.py` tries things, and it believes what it measures. Imports without
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ridgeline.config import RunConfig
+from ridgeline.layout import Layout
+
+MATRIX, ATTENTION, CONVOLUTION = "matrix", "attention", "convolution"
+ELEMENTWISE, OPTIMIZER, LOSS = "norm and element-wise", "optimizer", "loss"
+
+
+class ClassSeconds(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+class Step(Protocol):
+    """The parts of a measured step, in seconds; `doctor/measured.py` and `Parts` below are such."""
+
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def data_s(self) -> float: ...
+    @property
+    def launch_s(self) -> float: ...
+    @property
+    def device_kind(self) -> str: ...
+    def of_class(self, name: str) -> ClassSeconds: ...
+
+
+@dataclass(frozen=True)
+class Seconds:
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A step as the run's own clock sees it: no classes of kernels but the optimizer's."""
+
+    step_s: float
+    data_s: float = 0.0
+    launch_s: float = 0.0
+    device_kind: str = "cpu"
+    classes: dict[str, float] = field(default_factory=dict)
+    free_bytes: float = 0.0
+    """Of the device's memory, at the step's peak."""
+
+    def of_class(self, name: str) -> Seconds:
+        return Seconds(self.classes.get(name, 0.0))
+
+
+@dataclass(frozen=True)
+class Remedy:
+    name: str
+    applies: Callable[[Step, RunConfig], str | None]
+    """Why it may help here, as a clause; None when it cannot or is there already."""
+    predicted_gain: Callable[[Step, RunConfig], float]
+    """Throughput with it over throughput without."""
+    change: Callable[[RunConfig], list[str]]
+    """Overrides of the recipe; none for one that is advice."""
+    risk: str
+    """none: the same numbers; order: sums in another order; rounding: fewer digits somewhere."""
+    advice: str = ""
+    """What to do by hand, for one that the recipe cannot be changed for."""
+    repeats: bool = False
+    """Whether it may be tried again after it was kept."""
+
+
+def amdahl(step: Step, saved_s: float) -> float:
+    """The factor that saving so many seconds of the step is."""
+    return step.step_s / max(step.step_s - saved_s, 0.05 * step.step_s)
+
+
+def seconds(step: Step, *names: str) -> float:
+    return sum(step.of_class(name).seconds for name in names)
+
+
+def products_s(step: Step) -> float:
+    """Seconds of matrix products, convolutions and attention; all that is not known where kernels were
+    not told apart."""
+    found = seconds(step, MATRIX, ATTENTION, CONVOLUTION)
+    if found or seconds(step, ELEMENTWISE):
+        return found
+    return max(step.step_s - step.data_s - step.launch_s - seconds(step, OPTIMIZER), 0.0) * 0.7
+
+
+def elementwise_s(step: Step) -> float:
+    found = seconds(step, ELEMENTWISE)
+    if found or seconds(step, MATRIX, ATTENTION, CONVOLUTION):
+        return found
+    return max(step.step_s - step.data_s - step.launch_s - seconds(step, OPTIMIZER), 0.0) * 0.3
+
+
+def layout_of(config: RunConfig) -> Layout:
+    return Layout.parse(config.layout)
+
+
+def on_cuda(step: Step) -> bool:
+    return step.device_kind == "cuda"
+
+
+def is_narrow(config: RunConfig) -> bool:
+    return layout_of(config).precision in ("bf16", "fp8")

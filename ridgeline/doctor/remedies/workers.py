@@ -1,0 +1,26 @@
+"""Loader processes, for preparing that holds Python's lock."""
+
+from __future__ import annotations
+
+from ridgeline.config import RunConfig
+from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl
+from ridgeline.doctor.remedies.reading_ahead import LEAST_WAIT, wanted_readers
+
+
+def _applies(step: Step, config: RunConfig) -> str | None:
+    if step.data_s < LEAST_WAIT * step.step_s or config.data.workers >= wanted_readers(config):
+        return None
+    return f"{step.data_s / step.step_s:.0%} of the step waits for data"
+
+
+REMEDY = Remedy(
+    name="loader processes",
+    applies=_applies,
+    # Less than threads: batches have to come over from another process.
+    predicted_gain=lambda step, config: amdahl(step, 0.8 * step.data_s),
+    change=lambda config: [
+        f"data.workers={wanted_readers(config)}",
+        f"data.prefetch={max(config.data.prefetch, 2)}",
+    ],
+    risk="none",
+)

@@ -1,0 +1,196 @@
+"""A climb on a CPU: keeps what is faster, drops what is slower, wrong, refused or broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ridgeline.config import load_config
+from ridgeline.doctor.climb import Effort, change_config, climb, difference, judge_losses
+from ridgeline.doctor.ladder import Ladder, Rung, draw_ladder, show_ladder
+from ridgeline.doctor.remedies.contract import Parts, Remedy, amdahl
+from ridgeline.doctor.remedies.table import REMEDIES
+from ridgeline.errors import UsageError
+
+SLOW = """
+import time
+import numpy as np
+import torch
+from ridgeline.data.source import SourceInfo
+
+class Slow:
+    info = SourceInfo(input_shape=(16,), input_dtype=torch.float32, target_shape=(),
+                      target_dtype=torch.int64, num_classes=4, task="classify")
+
+    def __len__(self):
+        return 2048
+
+    def fetch(self, indices, epoch):
+        time.sleep(0.03)
+        rows = [np.random.default_rng(int(i)).normal(size=16) for i in indices]
+        x = torch.tensor(np.array(rows), dtype=torch.float32)
+        return x, (x[:, :4].argmax(1))
+
+def build(**_):
+    return Slow()
+"""
+
+SETTINGS = [
+    "model.name=mlp",
+    "model.args={in_features: 16, hidden: 32, out_features: 4}",
+    "data.source=slow_source:build",
+    "train.batch=8",
+    "train.steps=500",
+    "train.lr=0.01",
+    "data.prefetch=0",
+    "device=cpu",
+    "threads=1",
+]
+
+
+def always(name: str, gain: float, *overrides: str) -> Remedy:
+    return Remedy(
+        name,
+        applies=lambda step, config: "it is told to",
+        predicted_gain=lambda step, config: gain,
+        change=lambda config: list(overrides),
+        risk="none",
+    )
+
+
+@pytest.mark.slow
+def test_a_climb_keeps_the_faster_and_drops_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_source.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    remedies = {
+        r.name: r
+        for r in (
+            always("threads", 9.0, "data.threads=4", "data.prefetch=2"),
+            always("slower", 8.0, "data.threads=1", "data.prefetch=0"),
+            always("other weights", 7.0, "train.seed=1"),
+            always("other rate", 6.0, "train.lr=1.0"),
+            always("refused", 5.0, "layout.graphs=true"),
+            always("broken", 4.0, "device=cuda"),
+            always("not promising", 1.0, "train.lr=0.5"),
+        )
+    }
+    said: list[str] = []
+    effort = Effort(rounds=3, steps=4, warm_up=1, check_steps=12, loss_bound=0.01)
+    config = load_config(None, SETTINGS).config
+    ladder = climb(config, tmp_path / "out", remedies=remedies, effort=effort, say=said.append)
+    rungs = {rung.name: rung for rung in ladder.rungs}
+    assert [name for name, rung in rungs.items() if rung.kept] == ["baseline", "threads"]
+    assert rungs["threads"].gain > 1.5
+    assert rungs["threads"].loss_difference == 0.0
+    assert ladder.best.name == "threads"
+    assert ladder.overrides == ("data.threads=4", "data.prefetch=2")
+    assert rungs["slower"].gain < 0.7
+    assert "not above the noise" in rungs["slower"].why
+    assert "off" in rungs["other weights"].why
+    assert "off after 12 steps" in rungs["other rate"].why
+    assert "graphs" in rungs["refused"].why
+    assert "it failed" in rungs["broken"].why
+    assert "not promising" not in rungs
+    assert all(rungs[n].tenth_step_s > 0 for n in ("baseline", "threads", "slower"))
+    assert rungs["baseline"].rate == pytest.approx(8 / rungs["baseline"].step_s)
+    again = load_config(tmp_path / "out" / "recipe.yaml").config
+    assert (again.data.threads, again.data.prefetch, again.train.steps) == (4, 2, 500)
+    assert json.loads((tmp_path / "out" / "ladder.json").read_text())["overrides"]
+    assert "<svg" in (tmp_path / "out" / "ladder.svg").read_text()
+    assert "kept: the recipe as it is" in said[-1]
+
+
+def test_losses_are_judged() -> None:
+    effort, base = Effort(loss_bound=0.01), [4.0, 3.0, 2.0, 2.0]
+    assert judge_losses([4.0, 3.1, 1.9, 2.01], base, effort) == ""
+    assert "+5.00% off after 4 steps" in judge_losses([4.0, 3.0, 2.0, 2.1], base, effort)
+    assert "nan at step 2" in judge_losses([4.0, float("nan"), 2.0, 2.0], base, effort)
+    assert "first loss is 25.00% off" in judge_losses([5.0, 3.0, 2.0, 2.0], base, effort)
+    assert difference([1.0, 1.0, 1.0, 3.0], base) == pytest.approx(0.5)
+
+
+def test_what_does_not_compose_is_refused_before_a_process_is_started() -> None:
+    config = load_config(None, SETTINGS).config
+    assert change_config(config, ("layout.compile=true",)).layout == "compile=true"
+    with pytest.raises(UsageError, match="needs compile=true"):
+        change_config(config, ("layout.graphs=true",))
+    assert change_config(config, ("tune.fp8_keep=[a, b]",)).tune.fp8_keep == ("a", "b")
+
+
+LLAMA = [
+    "model.name=llama",
+    "model.args={width: 64, depth: 2, heads: 2, ffn: 128, vocab: 32768}",
+    "data.source=synthetic",
+    "train.steps=1",
+    "tune.fused_optimizer=false",
+]
+GPU = Parts(step_s=1.0, data_s=0.2, launch_s=0.1, device_kind="cuda", classes={"optimizer": 0.1})
+
+
+def applying(step: Parts, *overrides: str) -> dict[str, float]:
+    config = load_config(None, [*LLAMA, *overrides]).config
+    return {
+        name: remedy.predicted_gain(step, config)
+        for name, remedy in REMEDIES.items()
+        if remedy.applies(step, config) is not None
+    }
+
+
+def test_remedies_apply_where_they_can() -> None:
+    plain = applying(GPU)
+    assert {"tf32", "bf16", "compile", "fused optimizer", "reading threads"} <= set(plain)
+    assert not {"fp8", "CUDA graphs", "bf16 weights", "narrow residual"} & set(plain)
+    narrow = applying(GPU, "layout=precision=bf16,compile=true", "tune.fused_optimizer=true")
+    assert {"fp8", "CUDA graphs", "bf16 weights", "narrow residual", "cuDNN attention"} <= set(
+        narrow
+    )
+    assert not {"tf32", "bf16", "compile", "fused optimizer", "channels last"} & set(narrow)
+    image = ["model.name=resnet18", "model.args={}", "layout=precision=bf16"]
+    assert "channels last" in applying(GPU, *image)
+    assert "narrow residual" not in applying(GPU, *image)
+    on_cpu = applying(Parts(step_s=1.0, data_s=0.5))
+    assert {"reading threads", "loader processes"} <= set(on_cpu)
+    assert not {"bf16", "tf32", "compile"} & set(on_cpu)
+
+
+def test_predictions_are_amdahls() -> None:
+    assert amdahl(GPU, 0.5) == 2.0
+    assert amdahl(GPU, 5.0) == pytest.approx(20.0)  # never without end
+    gains = applying(GPU)
+    assert gains["bf16"] > gains["tf32"] > gains["fused optimizer"] > 1
+    assert gains["reading threads"] == pytest.approx(1 / 0.82)
+
+
+@pytest.mark.parametrize("name", sorted(REMEDIES))
+def test_every_remedy_changes_something_or_says_what_to_do(name: str) -> None:
+    remedy = REMEDIES[name]
+    config = load_config(None, [*LLAMA, "layout=accumulate=4,dp=2,recompute=full"]).config
+    changes = remedy.change(config)
+    assert bool(changes) != bool(remedy.advice)
+    assert remedy.risk in ("none", "order", "rounding")
+    assert remedy.predicted_gain(GPU, config) >= 1.0
+    if not changes:
+        return
+    needs = {
+        "CUDA graphs": ["layout.compile=true"],
+        "less accumulation": ["layout.accumulate=4"],
+        "no recompute": ["layout.recompute=full"],
+        "augment on the device": ["data.augment.where=host"],
+    }
+    before = load_config(None, [*LLAMA, *needs.get(name, [])]).config
+    assert change_config(before, tuple(remedy.change(before))) != before
+
+
+def test_the_table_has_what_was_asked_for() -> None:
+    rung = Rung(
+        "bf16", (), True, "+90.0%, noise 1.0%", 2.0, 1.9, 0.01, 0.5, 1234.0, 1.9, 2e9, 1e-4, 3.0
+    )
+    text = show_ladder(Ladder("tokens", 24, 0.005, (rung,), ()))
+    for part in ("1,234 tokens/s", "1.90", "2.0 GB", "+0.010%", "3.0 s", "kept: +90.0%", "0.50%"):
+        assert part in text
+    assert "bf16" in draw_ladder(Ladder("tokens", 24, 0.005, (rung,), ()))
