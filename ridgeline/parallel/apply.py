@@ -142,6 +142,12 @@ def _narrow(built: Arranged) -> None:
     """Linear layers in fp8, and the other changes of section `tune` to the modules themselves."""
     tune = built.tune
     if built.layout.precision == "fp8":
+        if built.layout.compile and built.mesh.device.type == "cuda":
+            # Seen on an H200 with torch 2.11: compiled, the products are zeros, without an error.
+            raise UsageError(
+                "layout precision=fp8 with compile=true gives wrong products on CUDA; leave compile "
+                "out, or use precision=bf16"
+            )
         from ridgeline.parallel.float8 import apply_float8
 
         kept: dict[str, str] = {}
