@@ -51,8 +51,9 @@ def test_it_goes_on_where_it_was(ranks: Any, tmp_path: Path, before: int, after:
     whole, weights = ranks(1, train, str(tmp_path / "whole"), "", None)[0]
     ranks(before, train, str(tmp_path / "cut"), "", 10)
     losses, found = ranks(after, train, str(tmp_path / "cut"), "", None)[0]
-    # Seven batches an epoch, three epochs; the checkpoint is of step 4 or later, as the disk allowed.
-    assert 5 <= min(losses) <= 10
+    # Seven batches an epoch, three epochs. The checkpoint is of step 4, or of one up to the last: a
+    # save that falls due while the disk still has the one before is done when that one is through.
+    assert 5 <= min(losses) <= 11
     assert list(losses) == list(range(min(losses), 22))
     for step, loss in losses.items():
         assert loss == pytest.approx(whole[step], rel=1e-9)
