@@ -42,6 +42,9 @@ NOT_IN_FLOAT64 = frozenset(
     {"precision=tf32", "precision=bf16", "precision=fp16", "precision=fp8", "graphs"}
 )
 
+ROUNDED = ("bf16", "fp16", "fp8")
+"""The precisions of those that every device can show; tf32 is CUDA's."""
+
 
 def provable() -> list[str]:
     """The techniques of this release that a proof in float64 is about, in the table's order."""
@@ -80,6 +83,13 @@ def pair_layouts(largest: int) -> list[Layout]:
     pairs = itertools.combinations(provable(), 2)
     found = (merge(*pair) for pair in pairs)
     return _unique(x for x in found if x is not None and x.world_size <= largest)
+
+
+def rounded_layouts(largest: int) -> list[Layout]:
+    """Every technique in each low precision that it composes with, on at most `largest` processes."""
+    singles = single_layouts(largest)
+    found = [layout.replace(precision=name) for name in ROUNDED for layout in singles]
+    return [layout for layout in found if not check_layout(layout)]
 
 
 def factored_layouts(num_ranks: int) -> list[Layout]:

@@ -26,9 +26,10 @@ from ridgeline.verify.record import Recording, Tensors
 
 FACTOR = 3.0
 """What a layout may add to one device's rounding: partial sums and activations rounded once more."""
-EPS = {"fp32": 2.0**-21, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
-"""Half a unit in the last place; no measurement counts for less, because one can be small by luck. In
-float32, where sums themselves are rounded, a few units: still a thousand times below any mistake."""
+EPS = {"fp32": 2.0**-21, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
+"""Half a unit in the last place of what results are kept in, which for products in fp8 is bf16; no
+measurement counts for less, because one can be small by luck. In float32, where sums themselves are
+rounded, a few units: still a thousand times below any mistake."""
 _WEIGHT_EPS = 2.0**-22
 """Weights are kept in float32 in every precision."""
 _TELLING = 0.05

@@ -12,6 +12,7 @@ import ridgeline.verify.run as verify_run
 from ridgeline.config import RunConfig, find_recipe, load_config
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
+from ridgeline.parallel import float8
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.precision import Precision
 from ridgeline.train import evaluate
@@ -35,8 +36,8 @@ MLP = "model={name: mlp, args: {in_features: 64, hidden: 24, out_features: 10}}"
 class Proofs:
     """One verifier for a model, so that what one device does is measured once."""
 
-    def __init__(self, *overrides: str) -> None:
-        config = load_config(find_recipe("digits"), overrides).config
+    def __init__(self, *overrides: str, recipe: str = "digits") -> None:
+        config = load_config(find_recipe(recipe), overrides).config
         self.verifier = Verifier(config, [Layout.parse(x) for x in LAYOUTS], STEPS)
 
     def verdict(self, text: str) -> Row:
@@ -49,7 +50,7 @@ class Proofs:
 
 @pytest.fixture(scope="module")
 def proofs() -> Iterator[dict[str, Proofs]]:
-    made = {"mlp": Proofs(MLP), "cnn": Proofs()}
+    made = {"mlp": Proofs(MLP), "cnn": Proofs(), "llama": Proofs(recipe="llama-text")}
     yield made
     for proof in made.values():
         proof.verifier.close()
@@ -107,7 +108,14 @@ def _metrics_of_one_rank() -> None:
     evaluate._means = means
 
 
+def _scales_of_half_a_row() -> None:
+    """Values above the largest of the first half are cut off."""
+    right = float8.largest
+    float8.largest = lambda values, rows: right(values[:, : values.shape[1] // 2], rows)
+
+
 MISTAKES = {
+    "scales of half a row": _scales_of_half_a_row,
     "longer gradients": _longer_gradients,
     "no all-reduce": _no_all_reduce,
     "wrong loss scale": _wrong_loss_scale,
@@ -135,6 +143,9 @@ def record_with_mistake(env: RankEnv, config: RunConfig) -> Recording:
         ("wrong loss scale", "mlp", "dp=2,precision=fp16", "gradient"),
         ("update of scaled gradients", "mlp", "dp=2,zero=1,precision=fp16", "weight"),
         ("wrong rate", "cnn", "dp=2,precision=bf16", "weight"),
+        ("longer gradients", "llama", "dp=2,zero=2,precision=fp8", "gradient"),
+        ("no all-reduce", "llama", "dp=2,precision=fp8", "gradient"),
+        ("scales of half a row", "llama", "dp=2,precision=fp8", "gradient"),
         ("equal shares of an uneven batch", "mlp", "dp=2", "at step 2"),
         ("metrics of one rank", "mlp", "dp=2", "metric loss"),
     ],

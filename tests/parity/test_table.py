@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ridgeline.layout import techniques
-from ridgeline.verify.layouts import merge, provable
+from ridgeline.layout import TECHNIQUES, check_layout, techniques
+from ridgeline.verify.layouts import ROUNDED, merge, provable
 
 
 def _load() -> Any:
@@ -72,9 +72,31 @@ def test_the_parts_are_the_whole_table_and_alike() -> None:
             table.read_part(wrong)
 
 
-def test_sixteen_bits_have_rows_in_every_axis() -> None:
-    """What is split, reduced or kept in 16 bits is not the arithmetic that float64 has shown."""
-    for reduced, wanted in ((True, set()), (False, {"zero=1", "zero=2", "tp", "cp"})):
-        found = [x for kind in table.rows(reduced).values() for x in kind if x.precision != "fp32"]
-        used = {name for layout in found for name in techniques(layout)}
-        assert wanted | {"precision=bf16", "precision=fp16", "zero=3", "pp", "spatial"} <= used
+NEED_CUDA = {"precision=tf32", "graphs"}
+
+
+def test_every_technique_has_a_row_in_every_precision_it_composes_with() -> None:
+    """What is split, reduced or kept in few bits is not the arithmetic that float64 has shown."""
+    covered = {
+        pair
+        for layouts in table.rows(reduced=False).values()
+        for layout in layouts
+        for pair in itertools.combinations(techniques(layout), 2)
+    }
+    precisions = {name for name in TECHNIQUES if name.startswith("precision=")} - NEED_CUDA
+    assert precisions == {f"precision={name}" for name in ROUNDED}
+    for name in provable():
+        alone = merge(name)
+        assert alone is not None
+        for precision in precisions:
+            layout = alone.with_field("precision", precision.partition("=")[2])
+            if not check_layout(layout):
+                pair = tuple(x for x in TECHNIQUES if x in (name, precision))
+                assert pair in covered, pair
+
+
+def test_ci_shows_every_precision() -> None:
+    found = [x for kind in table.rows(reduced=True).values() for x in kind if x.precision != "fp32"]
+    used = {name for layout in found for name in techniques(layout)}
+    assert {"precision=bf16", "precision=fp16", "precision=fp8"} <= used
+    assert {"zero=3", "pp", "spatial"} <= used
