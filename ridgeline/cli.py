@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ridgeline import cli_launch as jobs
+from ridgeline import cli_jobs as jobs
 from ridgeline.cli_checkpoint import checkpoint_app
 from ridgeline.cli_data import data_app
 from ridgeline.cli_doctor import doctor
+from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
 from ridgeline.cli_shared import has_torch, num_cores, require_torch
@@ -47,7 +48,7 @@ config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
-app.add_typer(jobs.launch_app, name="launch")
+app.add_typer(launch_app, name="launch")
 app.add_typer(machine_app, name="machine")
 app.add_typer(plan_app, name="plan")
 app.command()(doctor)
@@ -58,11 +59,13 @@ Overrides = Annotated[
 
 
 @app.command()
+@jobs.with_job_options
 def train(
     recipe: Annotated[
         str,
         typer.Argument(help="A recipe's name, a YAML file, or a run directory to go on with."),
     ],
+    job: jobs.JobOptions,
     overrides: Overrides = None,
     num_processes: Annotated[
         int | None,
@@ -93,61 +96,25 @@ def train(
         str | None,
         typer.Option(help="Not here: auto, slurm, lsf, pbs, flux, mpi, ssh or ray."),
     ] = None,
-    nodes: jobs.Nodes = None,
-    bind: jobs.Bind = "auto",
-    hosts: jobs.Hosts = None,
-    ssh: jobs.Ssh = None,
-    name: jobs.Name = None,
-    limit: jobs.Time = None,
-    warn: jobs.Warn = None,
-    partition: jobs.Partition = None,
-    account: jobs.Account = None,
-    qos: jobs.Qos = None,
-    constraint: jobs.Constraint = None,
-    reservation: jobs.Reservation = None,
-    gpus: jobs.Gpus = None,
-    cpus: jobs.Cpus = None,
-    memory: jobs.Memory = None,
-    exclusive: jobs.Exclusive = False,
-    array: jobs.Array = None,
-    chain: jobs.Chain = 1,
-    after: jobs.After = None,
-    requeue: jobs.PutBack = None,
-    site: jobs.SiteName = None,
-    container: jobs.Image = None,
-    directive: jobs.Directive = None,
-    setup: jobs.Setup = None,
-    here: jobs.Here = None,
-    dry_run: jobs.DryRun = False,
 ) -> None:
     """Train a recipe here or under a scheduler (--on), or go on with a run that was cut off."""
-    wanted = jobs.read_wanted(
-        name=name, nodes=nodes, per_node=num_processes, limit=limit, warn_s=warn,
-        partition=partition, account=account, qos=qos, constraint=constraint,
-        reservation=reservation, gpus_per_node=gpus, cpus_per_rank=cpus, memory=memory,
-        exclusive=exclusive, array=array, chain=chain, after=after, requeue=requeue, site=site,
-        container=container, directives=directive, setup=setup,
-    )  # fmt: skip
+    wanted = job.wanted(num_processes)
     settings = {"restart.times": restarts, "restart.min_ranks": min_ranks}
     options = [f"{key}={value}" for key, value in settings.items() if value is not None]
     asked = _Asked(recipe, [*(overrides or []), *options], into, out, fresh)
     if on is None:
-        on = "auto" if site is not None else None
+        on = "auto" if job.site is not None else None
     if on is None or on == "local":
-        jobs.refuse_job_options(wanted, hosts, dry_run, here)
-        jobs.check_bind(bind)
-        _train_here(asked, num_processes, bind, wanted)
+        jobs.refuse_job_options(job, wanted)
+        jobs.check_bind(job.bind)
+        _train_here(asked, num_processes, job.bind, wanted)
         return
     said = wanted
-    kind, place, wanted = jobs.where_to(on, "--on", wanted, bind, hosts, ssh)
-    if jobs.queued(kind, here):
-        _submit(asked, kind, place, wanted, dry_run)
-    elif dry_run:
-        raise UsageError(
-            f"--dry-run prints the script of a job, and {kind} has none here: it starts the ranks itself"
-        )
+    kind, place, wanted = jobs.where_to(on, "--on", job, wanted)
+    if jobs.queued(kind, job.here):
+        _submit(asked, kind, place, wanted, job.dry_run)
     else:
-        jobs.refuse_queue_options(kind, said, hosts, here)
+        jobs.refuse_queue_options(kind, job, said)
         _train_spread(asked, kind, place, wanted)
 
 
@@ -260,14 +227,14 @@ def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: boo
     else:
         words += [asked.recipe, *asked.overrides, "--run", str(path.absolute())]
     words += ["--on", kind, "--here", *jobs.place_options(place, wanted)]
-    job = jobs.job_of(wanted, words, path, wanted.name or config.name)
+    made_job = jobs.job_of(wanted, words, path, wanted.name or config.name)
     if not dry_run and wanted.array is None:
         run = RunDir(path) if made else RunDir.at(path)
         with locked(run.path):
             if asked.fresh:
                 run.start_over()
             run.write_text(CONFIG, dump_config(config))
-    jobs.hand_over(job, kind, wanted.chain, dry_run)
+    jobs.hand_over(made_job, kind, wanted.chain, dry_run)
 
 
 def _default_processes(config: RunConfig, before: RunDir | None) -> int:

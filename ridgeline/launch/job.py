@@ -1,6 +1,6 @@
 """What is asked of a scheduler, and what is known of a job that was given to one: plain values.
 
-`Job` is filled in by `cli_launch.py` from options and a site's profile; a scheduler's file turns it into a
+`Job` is filled in by `cli_jobs.py` from options and a site's profile; a scheduler's file turns it into a
 script. `Step` is what starts the ranks inside the nodes that were given. Nothing here runs anything.
 """
 

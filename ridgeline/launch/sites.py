@@ -3,7 +3,7 @@
 A profile is a YAML file, shipped in `sites/` or the user's own in `~/.config/ridgeline/sites/`, which is
 looked at first. It gives defaults to what was not said, and refuses more ranks than a node has room for.
 What a shipped profile says stands in the guide of that site, which a comment names. Called by
-`cli_launch.py`.
+`cli_jobs.py`.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("scaling", "search", "export", "report"),
     ("compat",),
     ("cli_shared",),
+    ("cli_jobs",),
     ("cli_checkpoint", "cli_data", "cli_doctor", "cli_launch", "cli_machine", "cli_plan"),
     ("cli",),
 ]
@@ -82,6 +83,7 @@ TORCH_FREE = (
     "ridgeline.doctor.finished",
     "ridgeline.doctor.pictures",
     "ridgeline.cli_doctor",
+    "ridgeline.cli_jobs",
     "ridgeline.cli_launch",
     "ridgeline.cli_machine",
     "ridgeline.cli_plan",
