@@ -210,6 +210,7 @@ def where_to(said: str, option: str, job: JobOptions, wanted: Wanted) -> tuple[s
     """The scheduler, the place for ranks in its nodes, and the options with the site's added."""
     from ridgeline.launch.nodes import Place, resolve_kind
     from ridgeline.launch.request import choose_container, fill_from_site
+    from ridgeline.launch.schedulers.table import SCHEDULERS
 
     check_bind(job.bind)
     wanted, site = fill_from_site(wanted)
@@ -226,6 +227,9 @@ def where_to(said: str, option: str, job: JobOptions, wanted: Wanted) -> tuple[s
         cpus_per_rank=wanted.cpus_per_rank,
         gpus_per_node=wanted.gpus_per_node,
     )
+    if kind in SCHEDULERS and site is not None and not job.here:
+        for note in site.notes:
+            typer.echo(f"{site.name}: {note}", err=True)
     return kind, place, wanted
 
 

@@ -31,6 +31,8 @@ ARRAY = "RIDGELINE_ARRAY"
 """Whether the job is one of an array that was asked for here."""
 ARRAY_INDEX = "RIDGELINE_ARRAY_INDEX"
 """Which of the array it is, for its ranks, whatever the scheduler calls it."""
+LOCAL_DISK = "RIDGELINE_LOCAL_DISK"
+"""Which variable names a job's own folder on a fast disk, where the site's profile says so."""
 LOST = "RIDGELINE_LOST_S"
 TERMINAL = "RIDGELINE_TERMINAL"
 """Whether whoever started the job looks on at a terminal: launchers give ranks one of their own making."""
@@ -172,12 +174,17 @@ def cuda_visible(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
 
 
+def slurm_mpi(environ: Mapping[str, str] | None = None) -> str:
+    """Which PMI Slurm is to offer to programs that call MPI, e.g. pmix."""
+    return (os.environ if environ is None else environ).get("SLURM_MPI_TYPE") or "none"
+
+
 def local_storage_variables(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
     """Variables in which schedulers and sites leave a folder for a job's own files, best first. Whether
     the folder is on the node's own disk is for `data/stage/where.py` to find out."""
     env = os.environ if environ is None else environ
-    names = ("SLURM_TMPDIR", "TMPDIR", "LUSTRE_SCRATCH", "PBS_JOBFS")
-    return [(name, env[name]) for name in names if env.get(name)]
+    names = (env.get(LOCAL_DISK, ""), "SLURM_TMPDIR", "TMPDIR", "LUSTRE_SCRATCH", "PBS_JOBFS")
+    return [(name, env[name]) for name in dict.fromkeys(names) if env.get(name)]
 
 
 def recorded_environment(environ: Mapping[str, str] | None = None) -> dict[str, object]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import resource
 import secrets
 import selectors
 import socket
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ridgeline.errors import Requeue
+from ridgeline.errors import Requeue, UsageError
 
 BEAT_S = 2.0
 """Between two signs of life."""
@@ -92,6 +93,21 @@ class _Caller:
     heard: float = 0.0
 
 
+def _allow_files(num_ranks: int) -> None:
+    """A connection a rank is an open file each, and the usual limit of 1024 is below large jobs."""
+    wanted = 2 * num_ranks + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < num_ranks + 64:
+        raise UsageError(
+            f"{num_ranks} ranks need as many open files, and this account may have {hard} (ulimit -Hn); "
+            "ask for more, or start the job from a compute node"
+        )
+
+
 class HubError(Exception):
     """Why the ranks cannot go on, found by looking at all of them."""
 
@@ -114,6 +130,7 @@ class Hub:
         self.members: dict[int, Member] = {}
         self.exits: dict[int, RankExit] = {}
         self.problem: HubError | None = None
+        _allow_files(num_ranks)
         self._token = secrets.token_hex(16)
         self._board = _listen()
         self._callers: dict[int, _Caller] = {}

@@ -113,8 +113,6 @@ class Step:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Set for the command on top of the environment of whoever starts the step: whoever starts it sets them
     there too, since most launchers pass their environment on and take no variables of their own."""
-    mpi: str = "none"
-    """Which PMI Slurm is to offer to programs that call MPI, e.g. `pmix`."""
 
     @property
     def num_ranks(self) -> int:

@@ -1,7 +1,8 @@
 """One run directory, one launcher: a file that says who trains in it, and is told from one left behind.
 
 On the same host a process that is gone has left it behind; from another host, a file that nobody has
-touched for a while. The launcher touches it while its ranks run. Called by `ridgeline train`.
+touched for a while. The launcher touches it while its ranks run. A job that takes the place of one that was
+killed on another node waits until that is clear. Called by `ridgeline train`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -62,21 +64,41 @@ def _require_free(path: Path) -> None:
         age_s = time.time() - path.stat().st_mtime
     except (OSError, ValueError):
         return
-    if _is_alive(owner, age_s):
+    if _is_alive(owner, path, age_s):
         raise UsageError(
             f"{path.parent} is being trained in by process {owner['pid']} on {owner['host']}; wait for it, "
             f"or choose another --run (if it is gone, remove {path})"
         )
 
 
-def _is_alive(owner: dict[str, Any], age_s: float) -> bool:
+def _is_alive(owner: dict[str, Any], path: Path, age_s: float) -> bool:
     import psutil
 
     if owner["host"] != socket.gethostname():
-        return age_s < STALE_S
+        return age_s < STALE_S and _is_touched(owner, path, STALE_S - age_s)
     if owner["pid"] == os.getpid():
         return False
     try:
         return abs(psutil.Process(owner["pid"]).create_time() - float(owner["started"])) < 1.0
     except psutil.Error:
         return False
+
+
+def _is_touched(owner: dict[str, Any], path: Path, wait_s: float) -> bool:
+    """Whether somebody on another host touches the file; nobody does once it is stale."""
+    print(
+        f"ridgeline: {path.parent} was trained in on {owner['host']} a moment ago; waiting for up to "
+        f"{wait_s:.0f} s to see whether it still is",
+        file=sys.stderr,
+        flush=True,
+    )
+    until = time.monotonic() + wait_s
+    try:
+        first = path.stat().st_mtime_ns
+        while time.monotonic() < until:
+            time.sleep(min(1.0, wait_s))
+            if path.stat().st_mtime_ns != first:
+                return True
+    except FileNotFoundError:  # it has ended in order
+        return False
+    return False

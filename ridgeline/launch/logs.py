@@ -38,6 +38,8 @@ def show_logs(folder: Path, rank: int | None, lines: int) -> str:
     parts = []
     if (logs / FAILED).is_file():
         parts.append("failed: " + tail_of(logs / FAILED, lines))
+    for index, path in failures_of_array(folder):
+        parts.append(f"failed, array index {index}: {tail_of(path, lines)}")
     if rank is not None:
         found = [path for path in files_of_ranks(logs) if rank_of(path) == rank]
         if rank == 0 and not found:
@@ -58,6 +60,12 @@ def show_logs(folder: Path, rank: int | None, lines: int) -> str:
             f"--- a file a rank in {logs}: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}"
         )
     return "\n".join(parts) or f"nothing was written to {folder} yet"
+
+
+def failures_of_array(folder: Path) -> list[tuple[int, Path]]:
+    """The jobs of an array have folders of their own, named by their indices."""
+    found = [path for path in folder.glob(f"*/{LOGS}/{FAILED}") if path.parts[-3].isdigit()]
+    return sorted((int(path.parts[-3]), path) for path in found)
 
 
 def files_of_ranks(logs: Path) -> list[Path]:

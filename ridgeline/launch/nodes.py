@@ -95,8 +95,9 @@ def build_spread(kind: str, place: Place) -> Spread:
     if kind == "mpi":
         line: Callable[[Step], list[str]] = mpi_step
         if place.hosts:
-            names = tuple(host.name for host in _hosts(kind, place))
-            nodes = len(names)
+            hosts = _hosts(kind, place)
+            names, nodes = tuple(host.name for host in hosts), len(hosts)
+            per_node = _even_slots(hosts)
     else:
         line = SCHEDULERS[kind].step
         given = allocation_of(kind)
@@ -125,6 +126,18 @@ def _hosts(kind: str, place: Place) -> list[Host]:
             f"--scheduler {kind} needs --hosts, e.g. --hosts node1,node2 or a file with a host a line"
         )
     return place_ranks(read_hosts(place.hosts, "--hosts"), place.nodes, place.per_node)
+
+
+def _even_slots(hosts: list[Host]) -> int:
+    """Launchers of MPI are told one number of ranks for all hosts."""
+    slots = {host.slots or 1 for host in hosts}
+    if len(slots) > 1:
+        shown = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise UsageError(
+            f"--hosts {shown} has other numbers of ranks on each, and mpi takes one; write -n "
+            f"{min(slots)}, or use --scheduler ssh"
+        )
+    return slots.pop()
 
 
 def _check_room(kind: str, given: Allocation, place: Place) -> None:

@@ -38,7 +38,7 @@ from ridgeline.launch.env import (
     on_terminal,
     read_rank_env,
 )
-from ridgeline.launch.frameworks import framework_variables
+from ridgeline.launch.frameworks import framework_notes, framework_variables
 from ridgeline.launch.hub import BEAT_S, LOST_S, Member, read_members
 from ridgeline.launch.topology import Topology, View, read_ranges, read_topology, show_ranges
 
@@ -317,6 +317,8 @@ def main(argv: list[str]) -> int:
             BINDING: json.dumps(bound.to_record()),
         }
         _tell_binding(bound, members[env.rank], options.logs)
+        if env.rank == 0 and (notes := framework_notes(members)):
+            (options.logs / "variables.txt").write_text("\n".join(notes) + "\n", encoding="utf-8")
         child = Child(command, options.logs, env.rank, variables)
     except OSError as error:
         text = f"cannot write to {options.logs} on {socket.gethostname()}: {error.strerror}"

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ridgeline.errors import UsageError
 from ridgeline.launch.job import RECORD
 from ridgeline.launch.ranks import write_aside
+
+_PART = re.compile(r"(\w+?)(?:_(\d+)|\[(\d+)\])(\..*)?")
+"""One job of an array: `17_3` under Slurm, `17[3]` under LSF, `17[3].server` under PBS."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,18 @@ def write_record(record: JobRecord) -> None:
 
 
 def find_record(said: str) -> JobRecord:
-    """The job with this id (`17`, or `slurm:17` where two schedulers have one), or in this folder."""
+    """The job with this id (`17`, or `slurm:17` where two schedulers have one), or in this folder; of an
+    array also one part, as its scheduler writes it (`17_3`, `17[3]`)."""
     if (Path(said) / RECORD).is_file():
         return _read(Path(said) / RECORD)
     scheduler, _, number = said.rpartition(":")
+    part = _PART.fullmatch(number)
+    array, index = (part[1], part[2] or part[3]) if part else (number, "")
     found = [
         record
         for record in list_records()
-        if record.id == number and scheduler in ("", record.scheduler)
+        if scheduler in ("", record.scheduler)
+        and (record.id == number or (index and record.id.partition("[]")[0] == array))
     ]
     if not found:
         raise UsageError(
@@ -71,7 +79,17 @@ def find_record(said: str) -> JobRecord:
     if len(others) > 1:
         names = " or ".join(f"{name}:{number}" for name in sorted(others))
         raise UsageError(f"job {number} is known of several schedulers; say {names}")
-    return newest
+    return newest if newest.id == number or not index else _part_of(newest, index)
+
+
+def _part_of(record: JobRecord, index: str) -> JobRecord:
+    """One job of an array, which has a folder of its own."""
+    if record.array is None:
+        raise UsageError(f"job {record.id} is no array; leave the index {index} out")
+    number = f"{record.id}_{index}" if record.scheduler == "slurm" else f"{record.id}[{index}]"
+    if "[]" in record.id:  # as PBS names an array
+        number = record.id.replace("[]", f"[{index}]")
+    return replace(record, id=number, folder=str(Path(record.folder) / index), chain=())
 
 
 def list_records() -> list[JobRecord]:

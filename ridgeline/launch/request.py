@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ridgeline.errors import UsageError
 from ridgeline.launch.env import ARRAY, REQUEUE, WARN_S
-from ridgeline.launch.job import LOGS, SCRIPT, Container, Job
-from ridgeline.launch.records import JobRecord, new_record, write_record
+from ridgeline.launch.job import LOGS, RECORD, SCRIPT, Container, Job
+from ridgeline.launch.records import JobRecord, find_record, new_record, write_record
 from ridgeline.launch.schedulers.contract import Scheduler
 from ridgeline.launch.schedulers.table import find_scheduler, require_installed
 from ridgeline.launch.script import write_script
@@ -123,6 +123,7 @@ def submit_job(job: Job, name: str, chain: int = 1) -> list[JobRecord]:
         raise UsageError(f"--chain {chain} is no number of jobs; write 1 or more")
     scheduler = find_scheduler(name)
     require_installed(scheduler)
+    _require_no_other(job, scheduler)
     text = scheduler.render(job)  # what is wrong with it is known before anything is written
     (job.folder / LOGS).mkdir(parents=True, exist_ok=True)
     records: list[JobRecord] = []
@@ -140,6 +141,22 @@ def submit_job(job: Job, name: str, chain: int = 1) -> list[JobRecord]:
         for record in reversed(records):
             write_record(record)
     return records
+
+
+def _require_no_other(job: Job, scheduler: Scheduler) -> None:
+    """Two jobs in one folder would train in one run, and the record of the first would be lost."""
+    if not (job.folder / RECORD).is_file():
+        return
+    known = find_record(str(job.folder))
+    if known.scheduler != scheduler.name or set(job.after) & {known.id, *known.chain}:
+        return
+    last = known.chain[-1] if known.chain else known.id
+    state = scheduler.status(last).state
+    if state in ("waiting", "running"):
+        raise UsageError(
+            f"{job.folder} is that of job {last}, which is {state}; wait with --after {last}, end it "
+            f"with `ridgeline launch cancel {last}`, or choose another folder"
+        )
 
 
 def _hand_over(job: Job, scheduler: Scheduler, script: Path) -> JobRecord:

@@ -18,6 +18,7 @@ import yaml
 
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.launch.containers import RUNTIMES
+from ridgeline.launch.env import LOCAL_DISK
 from ridgeline.typed import build_typed
 
 SHIPPED = Path(__file__).parent / "sites"
@@ -49,7 +50,6 @@ class Site:
     scheduler: str | None = None
     count_nodes: bool = False
     account: str | None = None
-    backend: str | None = None
     default: str | None = None
     """The partition where none is said."""
     partitions: Mapping[str, NodeType] = field(default_factory=dict)
@@ -78,7 +78,8 @@ class Site:
             job.setdefault("account", self.account)
         if self.count_nodes:
             job.setdefault("count_nodes", True)
-        job["variables"] = {**self.variables, **job.get("variables", {})}
+        disk = {LOCAL_DISK: self.local_disk} if self.local_disk else {}
+        job["variables"] = {**disk, **self.variables, **job.get("variables", {})}
         for name in ("setup", "directives"):
             job[name] = (*getattr(self, name), *job.get(name, ()))
         where = f"a node of {self.name}" + (f" ({partition})" if partition else "")

@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +188,34 @@ def test_two_at_once_are_refused_and_a_dead_one_s_lock_is_nobody_s(tmp_path: Pat
     with locked(tmp_path):
         pass
     assert not (tmp_path / ".lock").exists()
-    # Of another host only the time it was touched last is known.
     (tmp_path / ".lock").write_text(json.dumps({**dead, "host": "elsewhere"}))
-    with pytest.raises(UsageError, match="on elsewhere"), locked(tmp_path):
-        pass
     os.utime(tmp_path / ".lock", (1.0, 1.0))
     with locked(tmp_path):
         pass
+
+
+def test_a_lock_of_another_host_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another host only the time it was touched last is known: a job that follows one that was killed
+    there waits instead of failing, and one beside a job that lives is refused."""
+    monkeypatch.setattr("ridgeline.launch.lock.STALE_S", 3.0)
+    path = tmp_path / ".lock"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": 1.0}))
+    with locked(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert "was trained in on elsewhere a moment ago" in capsys.readouterr().err
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": 1.0}))
+    touch = threading.Timer(0.5, os.utime, (path,))
+    touch.start()
+    with pytest.raises(UsageError, match="on elsewhere"), locked(tmp_path):
+        pass
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": 1.0}))
+    end = threading.Timer(0.5, path.unlink)
+    end.start()
+    begun = time.monotonic()
+    with locked(tmp_path):
+        assert time.monotonic() - begun < 2.9
 
 
 def test_what_is_kept(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ridgeline.errors import UsageError
+from ridgeline.launch.env import slurm_mpi
 from ridgeline.launch.hostlist import expand_hosts
 from ridgeline.launch.job import Job, JobState, Step
 from ridgeline.launch.schedulers.contract import (
@@ -221,7 +222,8 @@ def step(step: Step) -> list[str]:
     `--gpus-per-node` and no binding: a rank sees every GPU of its node, which peer-to-peer copies need
     (`--gpu-bind=none` would leave CUDA_VISIBLE_DEVICES unset, and with it the GPUs of other jobs in
     sight). `--cpus-per-task`: srun does not take it from the job since 22.05. `--mpi`: a default that
-    is not installed on every node is not asked for. `--input=none`: srun leaves the terminal alone.
+    is not installed on every node is not asked for; programs that call MPI name one in SLURM_MPI_TYPE.
+    `--input=none`: srun leaves the terminal alone.
     """
     words = [
         "srun",
@@ -234,7 +236,7 @@ def step(step: Step) -> list[str]:
         "--wait=0",
         "--export=ALL",
         "--input=none",
-        f"--mpi={step.mpi}",
+        f"--mpi={slurm_mpi()}",
         "--cpu-bind=none",
     ]
     if step.hosts:

@@ -19,6 +19,7 @@ export RIDGELINE_ENDS_AT=$(($(date +%s) + 5400))
 set -e
 module load cesga/system miniconda3/22.11
 module load cuda
+export RIDGELINE_LOCAL_DISK=LUSTRE_SCRATCH
 export OMP_NUM_THREADS=8
 export NOTE='a "b" $c'
 cd -- '/work/my runs'

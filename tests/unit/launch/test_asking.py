@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ import pytest
 from ridgeline import cli
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.hosts import Host, place_ranks, read_hosts
+from ridgeline.launch.job import JobState
 from ridgeline.launch.logs import clear_failure, note_failure, show_logs
+from ridgeline.launch.nodes import Place, build_spread
 from ridgeline.launch.records import find_record, list_records, new_record, write_record
+from ridgeline.launch.request import Wanted, make_job, submit_job
+from ridgeline.launch.schedulers.table import SCHEDULERS
 
 
 @pytest.fixture
@@ -87,6 +92,60 @@ def test_a_job_is_found_by_its_id_or_its_folder(tmp_path: Path, monkeypatch) -> 
     write_record(new_record("17", "slurm", "z", tmp_path / "later", 1, 1, None, ()))
     assert find_record("slurm:17").name == "z"
     assert list_records()[0].name == "z"
+
+
+def test_a_part_of_an_array_is_found_as_its_scheduler_writes_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name, number, said, wanted in (
+        ("slurm", "17", "17_3", "17_3"),
+        ("lsf", "18", "lsf:18[3]", "18[3]"),
+        ("pbs", "19[].server", "19[3]", "19[3].server"),
+        ("pbs", "19[].server", "19[3].server", "19[3].server"),
+    ):
+        write_record(new_record(number, name, "x", tmp_path / name, 1, 1, "0-9", ()))
+        found = find_record(said)
+        assert (found.id, found.folder) == (wanted, str(tmp_path / name / "3"))
+    assert find_record("17").id == "17"
+    write_record(new_record("20", "slurm", "x", tmp_path / "plain", 1, 1, None, ()))
+    with pytest.raises(UsageError, match="job 20 is no array"):
+        find_record("20_1")
+
+
+def test_logs_of_an_array_begin_with_the_failures_of_its_parts(tmp_path: Path) -> None:
+    for index in (2, 10):
+        note_failure(tmp_path / str(index), RunError(f"boom {index}"))
+    lines = show_logs(tmp_path, None, 5).splitlines()
+    assert lines == ["failed, array index 2: boom 2", "failed, array index 10: boom 10"]
+
+
+def test_a_folder_whose_job_still_runs_takes_no_other(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    submitted = []
+    state = "running"
+    queue = replace(
+        SCHEDULERS["slurm"],
+        status=lambda _: JobState(state, ""),
+        submit=lambda script: submitted.append(script) or str(20 + len(submitted)),
+        programs=("true",),
+    )
+    monkeypatch.setitem(SCHEDULERS, "slurm", queue)
+    job = make_job(Wanted(), ["true"], tmp_path / "job", tmp_path, "x")
+    submit_job(job, "slurm")
+    with pytest.raises(UsageError, match=r"is that of job 21, which is running; .*--after 21"):
+        submit_job(job, "slurm")
+    submit_job(replace(job, after=("21",)), "slurm")
+    state = "done"
+    submit_job(job, "slurm")
+    assert len(submitted) == 3
+
+
+def test_slots_of_hosts_are_mpi_s_ranks() -> None:
+    spread = build_spread("mpi", Place(hosts="a:4,b:4"))
+    assert spread.num_ranks == 8
+    with pytest.raises(UsageError, match=r"a:4, b:2 has other numbers .* write -n 2"):
+        build_spread("mpi", Place(hosts="a:4,b:2"))
 
 
 def test_logs_begin_with_the_failure(tmp_path: Path) -> None:

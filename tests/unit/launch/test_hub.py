@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +49,29 @@ class Caller:
             if word in message:
                 return message[word]
         raise AssertionError(f"the hub closed the connection before {word!r}")
+
+
+LIMITED = """
+import resource
+from ridgeline.errors import UsageError
+from ridgeline.launch.hub import Hub
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+Hub(1000).close()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+try:
+    Hub(50000)
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_a_large_job_may_open_as_many_files() -> None:
+    """In a process of its own, which gives the rest of its limit away."""
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert not done.stderr
+    allowed, refusal = done.stdout.splitlines()
+    assert allowed == "2256"
+    assert "50000 ranks need as many open files, and this account may have 4096" in refusal
 
 
 @pytest.fixture

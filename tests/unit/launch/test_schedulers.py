@@ -233,6 +233,11 @@ def test_srun() -> None:
     } == set(words[1:-5])
 
 
+def test_srun_offers_the_pmi_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_MPI_TYPE", "pmix")
+    assert "--mpi=pmix" in slurm.step(Step(("x",), 1, 1))
+
+
 @pytest.mark.parametrize(
     "hosts", [("n1",), ("n1", "-n2"), ("n1", "a,b"), ("n1", ""), ("n1", "a b")]
 )
