@@ -39,6 +39,10 @@ class TuneConfig:
     """Type of gradients in fp8 products: e5m2 has range, e4m3 a digit more."""
     fp8_fast_accumulate: bool = True
     """Add products up in the short register, which is faster; weight gradients never do."""
+    fp8_route: str = "auto"
+    """What a compiler is not to see into: inline: nothing; product: the products; cast: and the casts;
+    whole: and the search for scales. auto is the one that was found right; on CUDA one that is named is
+    compiled as it is, right or not."""
     fp8_keep: tuple[str, ...] = ()
     """Linear layers left in bf16, by a part of their path (e.g. wo, or layers.0.)."""
     fp8_keep_first: int = 0
@@ -54,6 +58,7 @@ CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "tune.weights": ("wide", "bf16"),
     "tune.loss": ("full", "chunked"),
     "tune.fp8_scaling": ("row", "mixed", "tensor", "careful"),
+    "tune.fp8_route": ("auto", "inline", "product", "cast", "whole"),
     "tune.fp8_gradients": ("e5m2", "e4m3"),
 }
 
