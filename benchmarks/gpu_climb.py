@@ -325,7 +325,7 @@ def configure(case: Case, options: argparse.Namespace, folder: Path, *more: str)
 def compare(case: Case, options: argparse.Namespace, folder: Path, states: dict[str, Any]) -> Any:
     """States and the hand-written loops in turns; rows of figures."""
     from ridgeline.config import dump_config
-    from ridgeline.doctor.climb import Candidate, Effort
+    from ridgeline.doctor.states import Candidate, Effort
 
     effort = Effort(timeout_s=options.timeout_s, rounds=options.turns, steps=case.steps)
     recipe = folder / "hand.yaml"
@@ -387,7 +387,7 @@ def compare(case: Case, options: argparse.Namespace, folder: Path, states: dict[
 
 def text_losses(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """bf16 and fp8 for as many steps on real text, one after the other."""
-    from ridgeline.doctor.climb import Candidate, Effort
+    from ridgeline.doctor.states import Candidate, Effort
 
     effort = Effort(timeout_s=options.timeout_s, check_steps=options.text)
     length = 64 if options.small else case.units_per_sample
@@ -422,7 +422,8 @@ def text_losses(case: Case, options: argparse.Namespace, folder: Path) -> dict[s
 
 def run_climb(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """From plain fp32 eager, with nothing fused and nothing read ahead, as far as it goes."""
-    from ridgeline.doctor.climb import Effort, climb
+    from ridgeline.doctor.climb import climb
+    from ridgeline.doctor.states import Effort
 
     # In float32 a whole batch of the largest does not fit, so it begins in two parts.
     parts = 2 if case.name == "1.3b" else 1

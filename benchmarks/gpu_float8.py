@@ -5,10 +5,10 @@
     python benchmarks/gpu_float8.py --device cpu --tiny      # to see that it works; times mean nothing
 
 Part one compiles one layer of 2048 x 2048 in every way and compares output, input gradient and weight
-gradient with float64: relative error (about 0.03 with e4m3, 0.05 with e5m2), share of zeros, and whether it is
-right. Part two times a right way on the layers of a 1.3B model, forward and backward, beside bf16. Part three
-times the pieces around the products. Every line is printed when it is known, and nothing is begun after
-the budget. A way that fails says so in its line. `tune.fp8_route` takes the routes' names.
+gradient with float64: relative error (about 0.03 with e4m3, 0.05 with e5m2), share of zeros, and whether
+it is right. Part two times the pieces around the products. Part three times the right ways on the layers of
+a 1.3B model, forward and backward, beside bf16. Every line is printed when it is known, and nothing is
+begun after the budget. A way that fails says so in its line. `tune.fp8_route` takes the routes' names.
 """
 
 from __future__ import annotations

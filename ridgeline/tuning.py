@@ -32,6 +32,8 @@ class TuneConfig:
     """Compute linear layers with dimensions rounded up to a multiple of this (64 is good); 0 does not."""
     fused_optimizer: bool = True
     """The optimizer's own kernel for all parameters, where the device has one."""
+    search_convolutions: bool = True
+    """Time the library's kernels for each new shape of convolution and keep the fastest (CUDA)."""
     fp8_scaling: str = "mixed"
     """Scales of precision=fp8: row: one a row or column in each product; mixed: the same, but one a tensor
     for weight gradients; tensor: one a tensor; careful: row, with weight gradients in bf16."""

@@ -450,6 +450,7 @@ def arrange_own(
     mesh: Mesh,
     share: Share | None = None,
     ddp: DdpConfig | None = None,
+    tune: TuneConfig | None = None,
 ) -> Arranged:
     """The same with what the techniques left behind, for whoever saves the model."""
     require_layout(layout, "layout")
@@ -457,7 +458,7 @@ def arrange_own(
     example = example_input
     if example is not None and not isinstance(example, tuple):
         example = (example,)
-    built = arrange(model, layout, mesh, share=share, ddp=ddp, example=example)
+    built = arrange(model, layout, mesh, share=share, ddp=ddp, example=example, tune=tune)
     if built.is_fully_sharded:
         weigh_outputs(built.objective, built.share)
     return built

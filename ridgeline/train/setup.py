@@ -307,7 +307,8 @@ def _prepare_process(config: RunConfig, device: torch.device) -> None:
     prefer_attention(config.tune.attention)
     if device.type == "cuda":
         # Batches have one shape, so the search for the fastest convolution pays after one step.
-        torch.backends.cudnn.benchmark = not config.train.deterministic
+        searches = config.tune.search_convolutions and not config.train.deterministic
+        torch.backends.cudnn.benchmark = searches
 
 
 def _build_changes(config: RunConfig, sources: tuple[Source, Source]) -> _Changes:

@@ -51,3 +51,23 @@ REMEDIES: dict[str, Remedy] = {
         *BY_HAND,
     )
 }
+
+SCRIPT_REMEDIES: dict[str, Remedy] = {
+    remedy.name: remedy
+    for remedy in (
+        tf32.REMEDY,
+        bf16.REMEDY,
+        fp8.REMEDY,
+        fused_optimizer.REMEDY,
+        compile_model.REMEDY,
+        autotune.REMEDY,
+        channels_last.REMEDY,
+        attention.REMEDY,
+        residual.REMEDY,
+        padding.REMEDY,
+        recompute.REMEDY,
+        workers.REMEDY,
+        *BY_HAND,
+    )
+}
+"""Those that can be put on a script of the user's own from outside, and advice."""
