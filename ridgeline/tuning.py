@@ -22,7 +22,10 @@ class TuneConfig:
     """Type between repeated blocks: wide leaves it to the model (under autocast often float32), bf16
     halves the bytes that norms and residual sums move."""
     weights: str = "wide"
-    """bf16 keeps matrices in bf16 for the model and in float32 for AdamW, cast in the update's own pass."""
+    """bf16 keeps matrices in bf16 for the model and in float32 for AdamW, cast in the update's own pass;
+    stochastic keeps them in bf16 alone, rounded up or down by chance so that nothing is lost on average."""
+    norms: str = "own"
+    """fused makes RMS norms and rotary positions one kernel each, in a model that is not compiled."""
     loss: str = "full"
     """chunked: the output layer and its cross-entropy together, some tokens at a time, so that the
     logits never exist in full."""
@@ -57,7 +60,8 @@ CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "tune.compile_mode": ("default", "autotune", "regional"),
     "tune.attention": ("auto", "flash", "cudnn", "efficient", "math"),
     "tune.residual": ("wide", "bf16"),
-    "tune.weights": ("wide", "bf16"),
+    "tune.weights": ("wide", "bf16", "stochastic"),
+    "tune.norms": ("own", "fused"),
     "tune.loss": ("full", "chunked"),
     "tune.fp8_scaling": ("row", "mixed", "tensor", "careful"),
     "tune.fp8_route": ("auto", "inline", "product", "cast", "whole"),

@@ -216,10 +216,13 @@ def _go(
     say: Callable[[str], None],
 ) -> None:
     times = 1.0
-    step: Step = measured if measured is not None else ascent.kept.parts()
+    step: Step = ascent.kept.parts()
+    seen: Step = measured if measured is not None else step
+    if measured is not None:
+        step = carry(measured, ascent.kept.parts())
     waiting = {}
     for remedy in remedies.values():
-        reason = remedy.applies(step, ascent.kept.config) if remedy.advice else None
+        reason = remedy.applies(seen, ascent.kept.config) if remedy.advice else None
         if reason is not None:
             ascent.advice.append(f"{remedy.name}: {reason}; {remedy.advice}")
             say(f"by hand: {ascent.advice[-1]}")

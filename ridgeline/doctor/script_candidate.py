@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
+from ridgeline.doctor.candidate import device_facts
 from ridgeline.doctor.model_look import look_of
 from ridgeline.doctor.script import Enough, no_checkpoints, run_script
 from ridgeline.errors import UsageError
@@ -128,8 +129,8 @@ class Turns:
                     "optimizer_s": self._optimizer_s / steps,
                 },
                 "peak_bytes": peak_memory_bytes(self.device),
-                "capacity_bytes": _capacity(self.device),
                 "device": self.device.type,
+                **device_facts(self.device),
                 "samples": self.batch or 1,
                 "unit": "samples" if self.batch else "steps",
                 "units_per_sample": 1,
@@ -145,12 +146,6 @@ class Turns:
         self._losses = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _capacity(device: torch.device) -> float:
-    if device.type != "cuda":
-        return 0.0
-    return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _is_settled(optimizer: Optimizer) -> bool:

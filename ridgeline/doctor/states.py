@@ -145,6 +145,7 @@ class Candidate:
             device_kind=self.last["device"],
             classes={OPTIMIZER: parts.get("optimizer_s", 0.0)},
             free_bytes=max(self.last.get("capacity_bytes", 0.0) - self.peak_bytes, 0.0),
+            has_bf16=self.last.get("has_bf16", True),
         )
 
     def close(self, wait_s: float = 30.0) -> None:

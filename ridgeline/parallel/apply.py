@@ -174,6 +174,11 @@ def _narrow(built: Arranged) -> None:
 
         blocks = [b for module in built.parts for b in built.blocks_of(module).values()]
         apply_narrow_residual(blocks, built.layout)
+    if tune.norms == "fused":
+        from ridgeline.parallel.fused_norms import apply_fused_norms
+
+        for module in built.parts:
+            built.notes.append(apply_fused_norms(module, built.layout))
     if tune.pad:
         from ridgeline.parallel.tuned import apply_padding
 
