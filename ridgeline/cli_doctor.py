@@ -132,6 +132,8 @@ def _climb(
         typer.echo(text, err=as_json)
 
     chosen = Effort(**effort)
+    # The launcher of the measurement has left a handler of its own behind.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     say("\nclimbing; every state has its own process, and what is compared takes turns\n")
     try:
         if config is None:
