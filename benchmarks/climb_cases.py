@@ -1,8 +1,8 @@
 """The models that `gpu_climb.py` climbs on, and the loops that people write for them by hand.
 
 A case is a recipe as overrides with states that were found to be good. The hand-tuned loop is bf16
-autocast, torch.compile of model and loss and fused AdamW, for the ViT with 14 DataLoader workers that read HDF5, roll
-and normalise; the plain one is float32 in eager mode with torch's defaults.
+autocast, torch.compile of model and loss and fused AdamW, for the ViT with 14 DataLoader workers that read
+HDF5, roll and normalise; the plain one is float32 in eager mode with torch's defaults.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@
     python benchmarks/gpu_climb.py --model 124m --part hand climb text --device cpu --tiny
 
 `hand` lets every state and the hand-tuned loop, a process each, take turns on the device, one state after
-the other; the ratio is the median of the turns' ratios. `climb` begins with plain fp32 in eager mode and leaves
-its recipe in the folder, which `hand --states climbed` compares later. `text` trains on real text (Python's
-standard library as bytes; 256 of the 32,768 tokens occur) in bf16 and in fp8 from the same weights on the
-same samples and compares the mean of the last tenth of the losses; each of them can be run alone, with
-`--states bf16` or the fp8 state's name, and is kept in the folder. Results are written to `--json` after
-every state, nothing is begun after `--limit` seconds, and compiled code stays in the folder.
+the other; the ratio is the median of the turns' ratios. `climb` begins with plain fp32 in eager mode and
+leaves its recipe in the folder, which `hand --states climbed` compares later. `text` trains on real text
+(Python's standard library as bytes; 256 of the 32,768 tokens occur) in bf16 and in fp8 from the same
+weights on the same samples and compares the mean of the last tenth of the losses; each of them can be run
+alone, with `--states bf16` or the fp8 state's name, and is kept in the folder. Results are written to
+`--json` after every state, nothing is begun after `--limit` seconds, and compiled code stays in the folder.
 """
 
 from __future__ import annotations
