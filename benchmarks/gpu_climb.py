@@ -1,15 +1,19 @@
-"""One GPU: the climb, and the best hand-tuned loop beside what it ends with, in the same run.
+"""One GPU: the climb, and the best hand-tuned loop beside what it ends with; parts that run apart.
 
-    python benchmarks/gpu_climb.py --model 124m resnet50 vit --quick   # known good states beside it
-    python benchmarks/gpu_climb.py --model 1.3b --quick --text 300     # and fp8's loss on real text
-    python benchmarks/gpu_climb.py --model 124m                        # climb from plain fp32, compare
-    python benchmarks/gpu_climb.py --model 124m --device cpu --small   # to see that it works
+    python benchmarks/gpu_climb.py --model 124m --part hand            # known good states beside hand-tuned
+    python benchmarks/gpu_climb.py --model 1.3b --part hand --states "fp8 tensors" --folder work
+    python benchmarks/gpu_climb.py --model 1.3b --part text --folder work   # 300 steps, bf16 and fp8
+    python benchmarks/gpu_climb.py --model 124m --part climb --budget 400 --folder work
+    python benchmarks/gpu_climb.py --model 124m --part hand --states climbed --folder work
+    python benchmarks/gpu_climb.py --model 124m --part hand climb text --device cpu --tiny
 
-Every state and the hand-tuned loop have a process each and take turns on the device; the ratio is the
-median of the turns' ratios. The hand-tuned loop is bf16 autocast, torch.compile of model and loss, fused
-AdamW, and for the ViT 14 DataLoader workers that read HDF5, roll and normalise. `--text N` trains N steps
-on real text in bf16 and in fp8 from the same weights on the same samples and compares the mean of the last
-tenth of the losses; the text is Python's standard library as bytes (256 of the 32,768 tokens occur).
+`hand` lets every state and the hand-tuned loop, a process each, take turns on the device, one state after
+the other; the ratio is the median of the turns' ratios. `climb` begins with plain fp32 in eager mode and
+leaves its recipe in the folder, which `hand --states climbed` compares later. `text` trains on real text
+(Python's standard library as bytes; 256 of the 32,768 tokens occur) in bf16 and in fp8 from the same
+weights on the same samples and compares the mean of the last tenth of the losses; each of them can be run
+alone, with `--states bf16` or the fp8 state's name, and is kept in the folder. Results are written to
+`--json` after every state, nothing is begun after `--limit` seconds, and compiled code stays in the folder.
 """
 
 from __future__ import annotations
@@ -18,502 +22,333 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.climb_cases import BF16, CASES, GRID, Case, Hand, write_fields
 from benchmarks.table import print_table, spread, write_json
 
-LR = 3e-4
-GRID = (20, 360, 720)
-SCALE, OFFSET = 1 / 4096, 0.5
+PARTS = ("hand", "climb", "text")
+CHUNK = 50
+"""Steps on text after which losses are written."""
+BEGUN = time.monotonic()
 
 
-@dataclass(frozen=True)
-class Case:
-    """One model: its recipe as overrides, and states that were found to be good."""
-
-    name: str
-    batch: int
-    unit: str
-    units_per_sample: int
-    recipe: tuple[str, ...]
-    states: dict[str, tuple[str, ...]]
-    steps: int = 20
-    clip: bool = True
-    small: tuple[str, ...] = ()
-    """Overrides that let a CPU run it."""
-    more: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Further states, for `--states`; not all of them fit on a device beside each other."""
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - BEGUN:6.1f} s] {text}", flush=True)
 
 
-BF16 = ("layout=precision=bf16,compile=true",)
-BEST_LM = (*BF16, "tune.attention=cudnn", "tune.residual=bf16")
-FP8 = ("layout=precision=fp8,compile=true", "tune.attention=cudnn", "tune.residual=bf16")
-COMMON = (
-    "data.source=synthetic",
-    "train.steps=100000",
-    f"train.lr={LR}",
-    "optim.weight_decay=0.1",
-    "train.eval_samples=0",
-    "schedule.warmup_steps=50",
-)
-SMALL_LM = ("model.args={width: 64, depth: 2, heads: 2, ffn: 128, vocab: 512, max_seq: 64}",
-            "data.args={task: causal_lm, shape: [64], vocab: 512}", "train.batch=4")  # fmt: skip
+class Results:
+    """What is known so far, in a file after every addition."""
 
-CASES = {
-    "124m": Case(
-        "124m", 64, "tokens", 1024,
-        (*COMMON, "model.name=llama", "model.args={size: 124m, max_seq: 1024}", "train.batch=64",
-         "train.clip=1.0", "data.args={task: causal_lm, shape: [1024], vocab: 32768}"),
-        {
-            "bf16, cuDNN, narrow residual": BEST_LM,
-            "and masters": (*BEST_LM, "tune.weights=bf16"),
-            "and graphs": (*BEST_LM, "layout.graphs=true"),
-        },
-        small=SMALL_LM,
-    ),
-    "1.3b": Case(
-        "1.3b", 12, "tokens", 2048,
-        (*COMMON, "model.name=llama", "model.args={size: 1.3b, max_seq: 2048}", "train.batch=12",
-         "train.clip=1.0", "data.args={task: causal_lm, shape: [2048], vocab: 32768, distinct: 48}"),
-        {
-            "bf16, cuDNN, narrow residual, masters": (*BEST_LM, "tune.weights=bf16"),
-            "fp8 mixed": (*FP8, "tune.weights=bf16"),
-        },
-        more={
-            "fp8 rows": (*FP8, "tune.weights=bf16", "tune.fp8_scaling=row"),
-            "fp8 tensors": (*FP8, "tune.weights=bf16", "tune.fp8_scaling=tensor"),
-            "fp8 careful": (*FP8, "tune.weights=bf16", "tune.fp8_scaling=careful"),
-            "fp8 e4m3": (*FP8, "tune.weights=bf16", "tune.fp8_gradients=e4m3"),
-        },
-        steps=6, small=SMALL_LM,
-    ),
-    "resnet50": Case(
-        "resnet50", 256, "images", 1,
-        (*COMMON, "model.name=resnet50", "model.args={}", "train.batch=256",
-         "data.args={shape: [3, 224, 224], classes: 1000, distinct: 256, samples: 65536}"),
-        {
-            "bf16": (*BF16, "model.channels_last=true"),
-            "and graphs": (*BF16, "model.channels_last=true", "layout.graphs=true"),
-        },
-        more={
-            "masters": (*BF16, "model.channels_last=true", "tune.weights=bf16"),
-            "autotune": (*BF16, "model.channels_last=true", "tune.compile_mode=autotune"),
-        },
-        clip=False,
-        small=("model.name=resnet18", "train.batch=2",
-               "data.args={shape: [3, 32, 32], classes: 1000, samples: 256}"),
-    ),
-    "vit": Case(
-        "vit", 16, "samples", 1,
-        (*COMMON, "model.name=vit", "data.source=packed", "train.batch=16", "data.augment.roll=1.0",
-         f"data.augment.scale=[{SCALE}]", f"data.augment.offset=[{OFFSET}]",
-         "model.args={task: forecast, image_size: [360, 720], in_channels: 20, patch: 8, width: 384, "
-         "depth: 12, heads: 6}"),
-        {
-            "bf16, threads": (*BF16, "data.threads=12"),
-            "and cuDNN, narrow residual": (*BEST_LM, "data.threads=12"),
-        },
-        clip=False,
-        small=("model.args={task: forecast, image_size: [32, 64], in_channels: 4, patch: 8, width: 64, "
-               "depth: 2, heads: 2}", "train.batch=2"),
-    ),
-}  # fmt: skip
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.values = path, {}
+        if path is not None and path.is_file():
+            with contextlib.suppress(ValueError):
+                self.values = json.loads(path.read_text())
+
+    def put(self, model: str, part: str, value: Any) -> None:
+        self.values.setdefault(model, {})[part] = value
+        write_json(self.path, self.values)
 
 
-def write_fields(path: Path, samples: int, shape: tuple[int, int, int]) -> None:
-    """Fields of 16-bit integers, as climate data are kept, in one HDF5 file."""
-    import h5py
-    import numpy as np
-
-    path.parent.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    field = rng.integers(-8192, 8192, shape, dtype=np.int16)
-    with h5py.File(path, "w") as file:
-        for name in ("input", "target"):
-            stored = file.create_dataset(name, (samples, *shape), dtype="int16")
-            for number in range(samples):
-                stored[number] = np.roll(field, int(rng.integers(1, shape[2])), axis=2)
-
-
-class Fields:
-    """What people write: a Dataset that opens the file in each worker, rolls and normalises."""
-
-    def __init__(self, path: str, samples: int) -> None:
-        self.path, self.samples, self.file = path, samples, None
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        import h5py
-        import numpy as np
-        import torch
-
-        if self.file is None:
-            self.file = h5py.File(self.path, "r")
-        shift = int(np.random.default_rng().integers(GRID[2]))
-        pair = []
-        for name in ("input", "target"):
-            values = self.file[name][index].astype(np.float32) * SCALE + OFFSET
-            pair.append(torch.from_numpy(np.roll(values, shift, axis=2)))
-        return tuple(pair)
-
-
-def hand_batches(case: Case, config: Any, workers: int) -> Any:
-    import torch
-
-    device = torch.device(config.device)
-    if case.name == "vit":
-        path = next(Path(config.data.args["path"]).glob("*.h5"))
-        import h5py
-
-        with h5py.File(path) as file:
-            samples = len(file["input"])
-        loader = torch.utils.data.DataLoader(
-            Fields(str(path), samples), case.batch, shuffle=True, num_workers=workers,
-            pin_memory=device.type == "cuda", persistent_workers=workers > 0, drop_last=True,
-        )  # fmt: skip
-        while True:
-            for x, y in loader:
-                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-    import numpy as np
-
-    from ridgeline.data.build import build_sources
-
-    source, _ = build_sources("synthetic", config.data.args, 0)
-    rng = np.random.default_rng(0)
-    while True:
-        yield source.device_fetch(rng.integers(0, 1 << 30, config.train.batch), device)
-
-
-def hand_steps(case: Case, config: Any, plain: bool) -> Any:
-    """The best loop that people write for one GPU; `plain` is the one they begin with."""
-    import torch
-    import torch.nn.functional as F
-
-    from ridgeline.models.build import build_model
-
-    device = torch.device(config.device)
-    torch.manual_seed(0)
-    with device:
-        model = build_model(config.model.name, **config.model.args)
-    images = case.name == "resnet50" and not plain
-    if images:
-        model = model.to(memory_format=torch.channels_last)
-    if not plain:
-        torch.set_float32_matmul_precision("high")
-    fused = not plain
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=fused)
-
-    def loss_of(x: Any, y: Any) -> Any:
-        out = model(x)
-        if case.name == "vit":
-            return F.mse_loss(out, y)
-        return F.cross_entropy(out.flatten(0, -2), y.flatten())
-
-    compiled = loss_of if plain or device.type == "cpu" else torch.compile(loss_of)
-    for x, y in hand_batches(case, config, 0 if plain else 14):
-        if images:
-            x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=not plain):
-            loss = compiled(x, y)
-        loss.backward()
-        if case.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        yield loss.detach()
-
-
-def _hand_worker(case: Case, recipe: str, plain: bool, pipe: Connection) -> None:
-    import torch
-
-    from ridgeline.config import load_config
-
-    config = load_config(Path(recipe)).config
-    steps, cuda = hand_steps(case, config, plain), config.device == "cuda"
-    while (turn := pipe.recv()) is not None:
-        try:
-            for _ in range(turn[0]):
-                loss = next(steps)
-            if cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            for _ in range(turn[1]):
-                loss = next(steps)
-            value = float(loss)
-            seconds = (time.perf_counter() - start) / max(turn[1], 1)
-            peak = torch.cuda.max_memory_allocated() if cuda else 0
-            if cuda:
-                torch.cuda.empty_cache()
-            pipe.send((seconds, value, peak))
-        except Exception as error:
-            pipe.send(f"{type(error).__name__}: {str(error)[:300]}")
-
-
-class Hand:
-    """The hand-written loop with the same face as a climb's candidate."""
-
-    def __init__(self, case: Case, recipe: Path, plain: bool, spare: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(
-            target=_hand_worker, args=(case, str(recipe), plain, child), daemon=False
-        )
-        self.started = time.time()
-        self._process.start()
-        child.close()
-        self._spare = spare
-        self.peak_bytes, self.losses, self.tenth_step_s = 0.0, [], None
-
-    def run(self, untimed: int, timed: int) -> float:
-        self._pipe.send((max(untimed, self._spare if timed else 0), timed))
-        answer = self._pipe.recv()
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        self.peak_bytes = max(self.peak_bytes, answer[2])
-        self.losses.append(answer[1])
-        return answer[0]
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._pipe.send(None)
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
+def is_late(options: argparse.Namespace) -> bool:
+    return time.monotonic() - BEGUN > options.limit
 
 
 def train_flops(config: Any, units_per_sample: int) -> float:
-    """Of one sample. Language models: 6N + 6LdT a token; others as counted on the meta device."""
+    """Of one sample, for language models: 6N + 6LdT a token."""
     import torch
 
     from ridgeline.models.build import build_model
 
+    if config.model.name != "llama":
+        return 0.0
     with torch.device("meta"):
         model = build_model(config.model.name, **config.model.args)
-    if config.model.name == "llama":
-        count = sum(p.numel() for p in model.parameters())
-        shape, length = model.config, units_per_sample
-        return length * (6.0 * count + 6.0 * shape.depth * shape.width * length)
-    return 0.0
+    count = sum(p.numel() for p in model.parameters())
+    shape, length = model.config, units_per_sample
+    return length * (6.0 * count + 6.0 * shape.depth * shape.width * length)
 
 
-def configure(case: Case, options: argparse.Namespace, folder: Path, *more: str) -> Any:
+def configure(case: Case, options: argparse.Namespace, *more: str) -> Any:
     from ridgeline.config import load_config
 
-    settings = [*case.recipe, *(case.small if options.small else ()), f"device={options.device}"]
+    settings = [*case.recipe, *(case.small if options.tiny else ()), f"device={options.device}"]
     if case.name == "vit":
-        settings.append(f"data.args={{path: {folder / 'fields'}, holdout: 0}}")
-    if options.small:
+        settings.append(f"data.args={{path: {options.folder / 'fields'}, holdout: 0}}")
+    if options.tiny:
         settings.append("threads=1")
         more = tuple(m.replace(",compile=true", "") for m in more if "graphs" not in m)
         more = tuple(m for m in more if not m.startswith(("tune.compile_mode", "data.threads")))
+    more = tuple(
+        f"tune.fp8_route={options.route}" if m.startswith("tune.fp8_route") else m for m in more
+    )
     return load_config(None, [*settings, *more]).config
 
 
-def compare(case: Case, options: argparse.Namespace, folder: Path, states: dict[str, Any]) -> Any:
-    """States and the hand-written loops in turns; rows of figures."""
+def chosen_states(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Configurations by name; `climbed` is what a climb has left in the folder."""
+    from ridgeline.config import load_config
+
+    wanted = case.states
+    if options.states is not None:
+        known = case.states | case.more
+        wanted = {n: s for n, s in known.items() if n in options.states}
+        if not wanted:  # no name in full: the beginnings of names
+            wanted = {n: s for n, s in known.items() if n.startswith(tuple(options.states))}
+    found = {name: configure(case, options, *state) for name, state in wanted.items()}
+    recipe = options.folder / f"climb-{case.name}" / "recipe.yaml"
+    if recipe.is_file() and (options.states is None or "climbed" in options.states):
+        found["climbed"] = load_config(recipe).config
+    return found
+
+
+def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[tuple[str, ...]]:
+    """Each state in turns with the hand-tuned loop; rows of figures."""
     from ridgeline.config import dump_config
-    from ridgeline.doctor.climb import Candidate, Effort
+    from ridgeline.doctor.states import Candidate, Effort
 
+    folder = options.folder
     effort = Effort(timeout_s=options.timeout_s, rounds=options.turns, steps=case.steps)
-    recipe = folder / "hand.yaml"
-    recipe.write_text(dump_config(configure(case, options, folder)))
-    spare = 2 * 14 + 2 if case.name == "vit" and not options.small else 0
-    loops: dict[str, Any] = {}
-    turns: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
-    first: dict[str, float] = {}
+    recipe = folder / f"hand-{case.name}.yaml"
+    recipe.write_text(dump_config(configure(case, options)))
+    spare = 2 * 14 + 2 if case.name == "vit" and not options.tiny else 0
+    config = configure(case, options)
+    per_step = config.train.batch * case.units_per_sample
+    flops = train_flops(config, case.units_per_sample) * config.train.batch
+    found: dict[str, Any] = {}
 
-    def begin(name: str, make: Any) -> None:
-        begun = time.time()
+    def begin(name: str, make: Any) -> Any:
+        """The loop after ten steps, or None."""
+        if is_late(options):
+            say(f"{case.name}: no time for {name}")
+            return None
+        begun, loop = time.monotonic(), None
         try:
-            loops[name] = make()
-            loops[name].run(10, 0)
-            first[name] = time.time() - begun
-            turns[name] = []
-            print(
-                f"{case.name}: {name}: tenth step after {first[name]:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            loop = make()
+            loop.run(10, 0)
+            loop.tenth_step_s = time.monotonic() - begun
+            say(f"{case.name}: {name}: tenth step after {loop.tenth_step_s:.0f} s")
+            return loop
         except Exception as error:
-            failed[name] = str(error)[:160]
-            print(f"{case.name}: {name} FAILED: {error}", file=sys.stderr, flush=True)
-            if name in loops:
-                loops.pop(name).close()
+            found[name] = {"failed": str(error)[:300]}
+            say(f"{case.name}: {name} FAILED: {str(error)[:300]}")
+            results.put(case.name, "hand", found)
+            if loop is not None:
+                loop.close()
+            return None
 
-    begin("hand-tuned", lambda: Hand(case, recipe, plain=False, spare=spare))
-    for number, (name, config) in enumerate(states.items()):
-        begin(name, lambda c=config, n=number: Candidate(c, f"{case.name}-{n}", folder, effort))
-    for turn in range(options.turns):
-        for name in list(loops) if turn % 2 else list(loops)[::-1]:
-            try:
-                turns[name].append(loops[name].run(2, case.steps))
-            except Exception as error:
-                failed[name] = str(error)[:160]
-                loops.pop(name).close()
-    figures = {}
-    batch = configure(case, options, folder).train.batch
-    flops = train_flops(configure(case, options, folder), case.units_per_sample) * batch
-    for name, loop in loops.items():
-        pairs = zip(turns.get("hand-tuned", turns[name]), turns[name], strict=False)
-        median = statistics.median(turns[name])
-        figures[name] = {
-            "rate": batch * case.units_per_sample / median,
+    def keep(name: str, loop: Any, turns: list[float], ratios: list[float]) -> None:
+        median = statistics.median(turns)
+        found[name] = {
+            "rate": per_step / median,
             "tflops": flops / median / 1e12,
-            "ratio": statistics.median(a / b for a, b in pairs),
-            "spread": spread(turns[name]),
+            "ratio": statistics.median(ratios) if ratios else None,
+            "spread": spread(turns),
             "step_ms": 1e3 * median,
-            "turns_ms": [1e3 * t for t in turns[name]],
+            "turns_ms": [1e3 * t for t in turns],
             "peak_gb": loop.peak_bytes / 1e9,
-            "tenth_step_s": first[name],
+            "tenth_step_s": loop.tenth_step_s,
             "losses": loop.losses[-3:],
         }
-        loop.close()
-    return {"case": case.name, "unit": case.unit, "loops": figures, "failed": failed}
+        say(
+            f"{case.name}: {name}: {per_step / median:,.0f} {case.unit}/s, {flops / median / 1e12:.0f} "
+            f"TFLOP/s, {found[name]['ratio'] or 1.0:.3f} of hand-tuned"
+        )
+        results.put(case.name, "hand", found)
 
+    def race(name: str, loop: Any, hand: Any) -> None:
+        turns, ratios = [], []
+        for turn in range(options.turns):
+            order = (loop, hand) if turn % 2 else (hand, loop)
+            spent = {id(one): one.run(2, case.steps) for one in order if one is not None}
+            turns.append(spent[id(loop)])
+            if hand is not None:
+                hand_turns.append(spent[id(hand)])
+                ratios.append(spent[id(hand)] / spent[id(loop)])
+        keep(name, loop, turns, ratios)
 
-def text_losses(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """bf16 and fp8 for as many steps on real text, one after the other."""
-    from ridgeline.doctor.climb import Candidate, Effort
-
-    effort = Effort(timeout_s=options.timeout_s, check_steps=options.text)
-    length = 64 if options.small else case.units_per_sample
-    text = ("data.source=text", f"data.args={{seq_len: {length}}}")
-    wanted = {
-        "bf16": BF16,
-        **{n: s for n, s in (case.states | case.more).items() if n == options.fp8},
-    }
-    found: dict[str, list[float]] = {}
-    for number, (name, state) in enumerate(wanted.items()):
-        begun = time.time()
-        config = configure(case, options, folder, *state, *text)
-        try:
-            candidate = Candidate(config, f"text-{number}", folder, effort)
-            candidate.run(options.text, 0)
-            found[name] = candidate.losses
-            candidate.close()
-        except Exception as error:
-            print(f"text: {name} FAILED: {error}", file=sys.stderr, flush=True)
+    hand_turns: list[float] = []
+    hand = begin("hand-tuned", lambda: Hand(case, recipe, plain=False, spare=spare))
+    others: dict[str, Any] = {}
+    if options.plain:
+        others["plain fp32"] = lambda: Hand(case, recipe, plain=True, spare=0)
+    for number, (name, state) in enumerate(chosen_states(case, options).items()):
+        others[name] = lambda c=state, n=number: Candidate(
+            c, f"{case.name}-{n}", folder, effort, folder / "compiled"
+        )
+    for name, make in others.items():
+        loop = begin(name, make)
+        if loop is None:
             continue
-        last = statistics.fmean(found[name][-max(1, options.text // 10) :])
-        print(f"text: {name}: {options.text} steps in {time.time() - begun:.0f} s, loss {last:.4f}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        try:
+            race(name, loop, hand)
+        except Exception as error:
+            found[name] = {"failed": str(error)[:300]}
+            say(f"{case.name}: {name} FAILED: {str(error)[:300]}")
+        finally:
+            loop.close()
+    if hand is not None:
+        if not hand_turns:
+            hand_turns.append(hand.run(2, case.steps))
+        keep("hand-tuned", hand, hand_turns, [])
+        hand.close()
+    results.put(case.name, "hand", found)
+    return [_row(case, name, value) for name, value in found.items()]
+
+
+def _row(case: Case, name: str, f: dict[str, Any]) -> tuple[str, ...]:
+    if "failed" in f:
+        return (case.name, name, "failed", *[""] * 6)
+    return (
+        case.name,
+        name,
+        f"{f['rate']:,.1f} {case.unit}/s",
+        f"{f['tflops']:.0f}",
+        f"{f['ratio'] or 1.0:.3f}",
+        f"{f['step_ms']:.2f}",
+        f"{f['spread']:.1%}",
+        f"{f['peak_gb']:.1f}",
+        f"{f['tenth_step_s']:.0f} s",
+    )
+
+
+def run_text(case: Case, options: argparse.Namespace, results: Results) -> None:
+    """bf16 and fp8 for as many steps on real text, one after the other, kept in the folder."""
+    from ridgeline.doctor.states import Candidate, Effort
+
+    path = options.folder / f"text-{case.name}.json"
+    known: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
+    effort = Effort(timeout_s=options.timeout_s, check_steps=options.text)
+    length = 64 if options.tiny else case.units_per_sample
+    text = ("data.source=text", f"data.args={{seq_len: {length}}}", "schedule.warmup_steps=50")
+    every = {"bf16": BF16, **case.states, **case.more}
+    names = [n for n in every if n in (options.states or ("bf16", options.fp8))]
+    for name in names:
+        if is_late(options):
+            say(f"{case.name} on text: no time for {name}")
+            continue
+        candidate = None
+        try:
+            config = configure(case, options, *every[name], *text)
+            place = f"text-{case.name}-{name.replace(' ', '-')}"
+            candidate = Candidate(
+                config, place, options.folder, effort, options.folder / "compiled"
+            )
+            while len(candidate.losses) < options.text:
+                candidate.run(min(CHUNK, options.text - len(candidate.losses)), 0)
+                known[name] = candidate.losses
+                path.write_text(json.dumps(known))
+                say(f"{case.name} on text: {name}: step {len(candidate.losses)}, "
+                    f"loss {candidate.losses[-1]:.4f}")  # fmt: skip
+        except Exception as error:
+            say(f"{case.name} on text: {name} FAILED: {str(error)[:300]}")
+        finally:
+            if candidate is not None:
+                candidate.close()
     last = max(1, options.text // 10)
-    ends = {name: statistics.fmean(losses[-last:]) for name, losses in found.items()}
+    whole = {n: losses for n, losses in known.items() if len(losses) >= options.text}
+    ends = {
+        n: statistics.fmean(losses[options.text - last : options.text])
+        for n, losses in whole.items()
+    }
     for name, end in ends.items():
         apart = (end - ends["bf16"]) / ends["bf16"] if "bf16" in ends else float("nan")
-        print(f"{case.name} on text, mean of the last {last} of {options.text} losses: {name} {end:.4f} "
-              f"({apart:+.2%})")  # fmt: skip
-    return {"losses": found, "ends": ends}
+        say(f"{case.name} on text, mean of the last {last} of {options.text} losses: {name} {end:.4f} "
+            f"({apart:+.2%})")  # fmt: skip
+    results.put(case.name, "text", {"losses": known, "ends": ends})
 
 
-def run_climb(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_climb(case: Case, options: argparse.Namespace, results: Results) -> None:
     """From plain fp32 eager, with nothing fused and nothing read ahead, as far as it goes."""
-    from ridgeline.doctor.climb import Effort, climb
+    from ridgeline.doctor.climb import climb
+    from ridgeline.doctor.states import Effort
 
-    # In float32 a whole batch of the largest does not fit, so it begins in two parts.
-    parts = 2 if case.name == "1.3b" else 1
-    layout = f"layout=precision=fp32,accumulate={parts}"
+    layout = f"layout=precision=fp32,accumulate={case.plain_parts}"
     plain = ("tune.fused_optimizer=false", "data.prefetch=0", layout)
+    left = options.limit - (time.monotonic() - BEGUN)
     effort = Effort(
         rounds=options.turns, steps=case.steps, check_steps=options.check, timeout_s=options.timeout_s,
-        budget_s=options.budget_s, loss_bound=0.005,
+        budget_s=min(options.budget, left), loss_bound=0.005,
     )  # fmt: skip
-    ladder = climb(configure(case, options, folder, *plain), folder / "climb", effort=effort)
-    return {"ladder": dataclasses.asdict(ladder)}
+    config = configure(case, options, *plain)
+    out = options.folder / f"climb-{case.name}"
+    ladder = climb(config, out, effort=effort, say=say, cache=options.folder / "compiled")
+    results.put(case.name, "climb", dataclasses.asdict(ladder))
+
+
+def prepare(case: Case, options: argparse.Namespace) -> Case:
+    if options.tiny:
+        per_sample = 64 if case.unit == "tokens" else 1
+        case = dataclasses.replace(case, batch=2, units_per_sample=per_sample, steps=2)
+    path = options.folder / "fields" / "fields.h5"
+    if case.name == "vit" and not path.is_file():
+        shape = (4, 32, 64) if options.tiny else GRID
+        write_fields(path, 16 if options.tiny else options.samples, shape)
+    return case
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", choices=sorted(CASES), default=["124m"])
-    parser.add_argument("--quick", action="store_true", help="known good states, no climb")
-    parser.add_argument("--states", nargs="*", help="only those whose name begins so")
-    parser.add_argument("--text", type=int, default=0, help="steps on real text, bf16 beside fp8")
-    parser.add_argument("--fp8", default="fp8 mixed", help="the state that --text compares")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=["hand"])
+    parser.add_argument("--states", nargs="*", help="only these, by name or beginning; climbed")
+    parser.add_argument("--plain", action="store_true", help="hand: the plain fp32 loop too")
+    parser.add_argument("--text", type=int, default=300, help="steps on real text")
+    parser.add_argument(
+        "--fp8", default="fp8 tensors", help="the state that text compares with bf16"
+    )
+    parser.add_argument("--route", default="product", help="tune.fp8_route of the fp8 states")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--check", type=int, default=16, help="steps of the climb's loss curve")
     parser.add_argument("--samples", type=int, default=96, help="fields in the ViT's file")
-    parser.add_argument("--timeout-s", type=float, default=300.0)
-    parser.add_argument("--budget-s", type=float, default=1800.0)
+    parser.add_argument(
+        "--timeout-s", type=float, default=240.0, help="for one turn, compiling in it"
+    )
+    parser.add_argument("--budget", type=float, default=420.0, help="climb: seconds for remedies")
+    parser.add_argument("--limit", type=float, default=540.0, help="nothing is begun after so long")
+    parser.add_argument(
+        "--folder", type=Path, help="kept between calls: compiled code, recipes, losses"
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results, rows = [], []
+    results, rows = Results(options.json), []
     with tempfile.TemporaryDirectory(prefix="ridgeline-climb-") as name:
-        folder = Path(name)
-        for chosen in options.model:
-            case = CASES[chosen]
-            if options.small:
-                case = dataclasses.replace(
-                    case, batch=2, units_per_sample=64 if "m" in chosen or "b" in chosen else 1
-                )
-            if chosen == "vit":
-                shape = (4, 32, 64) if options.small else GRID
-                write_fields(
-                    folder / "fields" / "fields.h5", 16 if options.small else options.samples, shape
-                )
-            result: dict[str, Any] = {}
-            if options.quick:
-                chosen_states = case.states
-                if options.states is not None:
-                    every = (case.states | case.more).items()
-                    chosen_states = {
-                        n: s for n, s in every if any(n.startswith(p) for p in options.states)
-                    }
-                wanted = {n: configure(case, options, folder, *s) for n, s in chosen_states.items()}
-            else:
-                result |= run_climb(case, options, folder)
-                from ridgeline.config import load_config
-
-                wanted = {"the climb's end": load_config(folder / "climb" / "recipe.yaml").config}
-            if options.text and chosen in ("124m", "1.3b"):
-                result |= text_losses(case, options, folder)
-            result |= compare(case, options, folder, wanted)
-            results.append(result)
-            for loop, f in result["loops"].items():
-                rows.append(
-                    (
-                        chosen,
-                        loop,
-                        f"{f['rate']:,.1f} {case.unit}/s",
-                        f"{f['tflops']:.0f}",
-                        f"{f['ratio']:.3f}",
-                        f"{f['step_ms']:.2f}",
-                        f"{f['spread']:.1%}",
-                        f"{f['peak_gb']:.1f}",
-                        f"{f['tenth_step_s']:.0f} s",
-                    )
-                )
-            for loop, why in result["failed"].items():
-                rows.append((chosen, loop, "failed", why, "", "", "", "", ""))
-            write_json(options.json, results)
-            print(json.dumps(result["loops"]), file=sys.stderr, flush=True)
+        options.folder = (options.folder or Path(name)).resolve()
+        options.folder.mkdir(parents=True, exist_ok=True)
+        # For the hand-written loops; states are told themselves.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(options.folder / "compiled")
+        os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "1"
+        for model in options.model:
+            case = prepare(CASES[model], options)
+            for part in options.part:
+                if is_late(options):
+                    say(f"no time for {part} of {model}")
+                    continue
+                if part == "text" and case.unit != "tokens":
+                    continue
+                say(f"{model}: {part}")
+                if part == "climb":
+                    run_climb(case, options, results)
+                elif part == "text":
+                    run_text(case, options, results)
+                else:
+                    rows += run_hand(case, options, results)
     head = (
-        "model",
-        "loop",
-        "rate",
-        "TFLOP/s",
-        "x hand",
-        "step ms",
-        "spread",
-        "peak GB",
-        "10th step",
-    )
-    print_table(head, rows)
+        "model", "loop", "rate", "TFLOP/s", "x hand", "step ms", "spread", "peak GB", "10th step",
+    )  # fmt: skip
+    if rows:
+        print_table(head, rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """`ridgeline doctor`: what holds a job back, from a recipe, a script of your own, or a finished run.
 
 A recipe or script is run for some tens of steps on as many ranks as asked, in processes of their own;
-nothing of it is kept but the measurement. A run directory is judged by its records, without torch. Added to
-the app by `cli.py`.
+nothing of it is kept but the measurement. A run directory is judged by its records, without torch. With
+--climb the remedies are then tried one after the other, and what helps is kept. Added to the app by
+`cli.py`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,21 @@ def doctor(
     nvtx: Annotated[
         bool, typer.Option("--nvtx", help="Mark steps, data and updates for Nsight.")
     ] = False,
+    climbs: Annotated[
+        bool,
+        typer.Option("--climb", help="Try the remedies, and keep those that are faster and right."),
+    ] = False,
+    budget: Annotated[
+        float,
+        typer.Option(min=1, help="With --climb: begin no remedy after so many seconds."),
+    ] = 1800.0,
+    loss_bound: Annotated[
+        float,
+        typer.Option(min=0, help="With --climb: how far the loss may be off, as a share of it."),
+    ] = 0.005,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="With --climb: turns of each two states that are compared.")
+    ] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what holds a training back, with the evidence, and what would help."""
@@ -72,16 +88,70 @@ def doctor(
 
         if rest:
             raise UsageError(f"{rest[0]!r}: a finished run takes no settings; leave it out")
+        if climbs:
+            raise UsageError(
+                f"--climb runs a training, and {what} is over; give it the recipe: {path / CONFIG}"
+            )
         ranks = [measure_run(RunDir.open(path))]
         trained = load_config(path / CONFIG, []).config
-        _conclude(ranks, [], out or path, as_json, None, trained)
+        value = _conclude(ranks, [], out or path, as_json, None, trained)
+        if as_json:
+            typer.echo(json.dumps(value, indent=1))
         return
     require_torch("`ridgeline doctor`")
     is_script = what.endswith(".py")
     config = None if is_script else load_config(find_recipe(what), rest or []).config
+    if climbs and num_processes > 1:
+        raise UsageError(f"-n {num_processes} with --climb: a climb is on one device; leave -n out")
     folder = _measure(what, config, rest or [], num_processes, steps, machine, trace, nvtx)
     with folder as name:
-        _answer(Path(name), _name_of(what), out, as_json, config)
+        value, out, measured = _answer(Path(name), _name_of(what), out, as_json, config)
+    if climbs:
+        effort = {"budget_s": budget, "loss_bound": loss_bound, "rounds": rounds}
+        value["ladder"] = _climb(what, config, rest or [], out, measured, effort, as_json)
+    if as_json:
+        typer.echo(json.dumps(value, indent=1))
+
+
+def _climb(
+    what: str,
+    config: RunConfig | None,
+    rest: list[str],
+    out: Path,
+    measured: Measured,
+    effort: dict[str, Any],
+    as_json: bool,
+) -> dict[str, Any]:
+    """From the measured state as far as it goes; the ladder as plain values."""
+    import dataclasses
+
+    from ridgeline.doctor.climb import CLIMBED, RECIPE, climb, climb_script
+    from ridgeline.doctor.states import Effort
+
+    def say(text: str) -> None:
+        typer.echo(text, err=as_json)
+
+    chosen = Effort(**effort)
+    # The launcher of the measurement has left a handler of its own behind.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    say("\nclimbing; every state has its own process, and what is compared takes turns\n")
+    try:
+        if config is None:
+            ladder = climb_script(Path(what), rest, out, measured=measured, effort=chosen, say=say)
+            say(f"\nwritten: {CLIMBED}, ladder.json, ladder.svg in {out}")
+            say(
+                f"use it: RIDGELINE_TUNE={out / CLIMBED} python {what}, or "
+                f'ridgeline.start(tune="{out / CLIMBED}") in it'
+            )
+        else:
+            ladder = climb(config, out, measured=measured, effort=chosen, say=say)
+            say(f"\nwritten: {RECIPE}, ladder.json, ladder.svg in {out}")
+            say(f"use it: ridgeline train {out / RECIPE}")
+    except OSError as error:
+        raise RunError(f"cannot climb in {out} ({error.strerror}); name another --out") from error
+    if ladder.interrupted:
+        raise RunError(f"interrupted; what was climbed so far is in {out}")
+    return dataclasses.asdict(ladder)
 
 
 def _measure(
@@ -156,7 +226,7 @@ def _name_of(what: str) -> str:
 
 def _answer(
     folder: Path, name: str, out: Path | None, as_json: bool, config: RunConfig | None
-) -> None:
+) -> tuple[dict[str, Any], Path, Measured]:
     from ridgeline.doctor.request import TRACE, read_answers
     from ridgeline.rundir import RunDir
 
@@ -165,7 +235,7 @@ def _answer(
         raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
     if out is None:
         out = RunDir.create(Path("runs"), name).path
-    _conclude(ranks, timeline, out, as_json, folder / TRACE, config)
+    return _conclude(ranks, timeline, out, as_json, folder / TRACE, config), out, ranks[0]
 
 
 def _conclude(
@@ -175,8 +245,8 @@ def _conclude(
     as_json: bool,
     trace: Path | None,
     config: RunConfig | None,
-) -> None:
-    """Judge, draw, write, and tell."""
+) -> dict[str, Any]:
+    """Judge, draw, write, and tell; for programs the caller prints what this returns."""
     from ridgeline.doctor.pictures import write_pictures
     from ridgeline.doctor.show import show_verdict
     from ridgeline.doctor.verdict import judge
@@ -184,7 +254,7 @@ def _conclude(
     measured = ranks[0]
     verdict = judge(measured, ranks[1:])
     remedies = list_remedies(measured, config)
-    value = {
+    value: dict[str, Any] = {
         "verdict": verdict.to_dict(),
         "remedies": remedies,
         "measured": [m.to_dict() for m in ranks],
@@ -200,11 +270,10 @@ def _conclude(
         raise RunError(
             f"cannot write into {out} of --out ({error.strerror}); name another"
         ) from error
-    if as_json:
-        typer.echo(json.dumps(value, indent=1))
-        return
-    typer.echo(show_verdict(measured, verdict, remedies))
-    typer.echo(f"\nwritten: {', '.join(path.name for path in made)} in {out}")
+    if not as_json:
+        typer.echo(show_verdict(measured, verdict, remedies))
+        typer.echo(f"\nwritten: {', '.join(path.name for path in made)} in {out}")
+    return value
 
 
 def list_remedies(measured: Measured, config: RunConfig | None) -> list[str]:

@@ -22,7 +22,10 @@ class TuneConfig:
     """Type between repeated blocks: wide leaves it to the model (under autocast often float32), bf16
     halves the bytes that norms and residual sums move."""
     weights: str = "wide"
-    """bf16 keeps matrices in bf16 for the model and in float32 for AdamW, cast in the update's own pass."""
+    """bf16 keeps matrices in bf16 for the model and in float32 for AdamW, cast in the update's own pass;
+    stochastic keeps them in bf16 alone, rounded up or down by chance so that nothing is lost on average."""
+    norms: str = "own"
+    """fused makes RMS norms and rotary positions one kernel each, in a model that is not compiled."""
     loss: str = "full"
     """chunked: the output layer and its cross-entropy together, some tokens at a time, so that the
     logits never exist in full."""
@@ -32,6 +35,8 @@ class TuneConfig:
     """Compute linear layers with dimensions rounded up to a multiple of this (64 is good); 0 does not."""
     fused_optimizer: bool = True
     """The optimizer's own kernel for all parameters, where the device has one."""
+    search_convolutions: bool = True
+    """Time the library's kernels for each new shape of convolution and keep the fastest (CUDA)."""
     fp8_scaling: str = "mixed"
     """Scales of precision=fp8: row: one a row or column in each product; mixed: the same, but one a tensor
     for weight gradients; tensor: one a tensor; careful: row, with weight gradients in bf16."""
@@ -39,6 +44,10 @@ class TuneConfig:
     """Type of gradients in fp8 products: e5m2 has range, e4m3 a digit more."""
     fp8_fast_accumulate: bool = True
     """Add products up in the short register, which is faster; weight gradients never do."""
+    fp8_route: str = "auto"
+    """What a compiler is not to see into: inline: nothing; product: the products; cast: and the casts;
+    whole: and the search for scales. auto is the one that was found right; on CUDA one that is named is
+    compiled as it is, right or not."""
     fp8_keep: tuple[str, ...] = ()
     """Linear layers left in bf16, by a part of their path (e.g. wo, or layers.0.)."""
     fp8_keep_first: int = 0
@@ -51,9 +60,11 @@ CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "tune.compile_mode": ("default", "autotune", "regional"),
     "tune.attention": ("auto", "flash", "cudnn", "efficient", "math"),
     "tune.residual": ("wide", "bf16"),
-    "tune.weights": ("wide", "bf16"),
+    "tune.weights": ("wide", "bf16", "stochastic"),
+    "tune.norms": ("own", "fused"),
     "tune.loss": ("full", "chunked"),
     "tune.fp8_scaling": ("row", "mixed", "tensor", "careful"),
+    "tune.fp8_route": ("auto", "inline", "product", "cast", "whole"),
     "tune.fp8_gradients": ("e5m2", "e4m3"),
 }
 

@@ -53,6 +53,7 @@ class Runner:
             "parts": {n: statistics.median(part.get(n, 0.0) for part in parts) for n in names},
             "peak_bytes": self._peak(),
             "device": self.device.type,
+            **device_facts(self.device),
             "samples": self.training.config.train.batch,
             "unit": self.training.loader.source.info.unit,
             "units_per_sample": self.training.loader.source.info.units_per_sample,
@@ -95,6 +96,18 @@ class Runner:
 
         self.training.close_loaders()
         close_mesh(self.training.mesh)
+
+
+def device_facts(device: Any) -> dict[str, Any]:
+    """What remedies ask of a device."""
+    import torch
+
+    if device.type != "cuda":
+        return {}
+    return {
+        "capacity_bytes": torch.cuda.get_device_properties(device).total_memory,
+        "has_bf16": torch.cuda.get_device_capability(device) >= (8, 0),
+    }
 
 
 def main(argv: list[str]) -> None:

@@ -1,142 +1,86 @@
 """The climb: remedies one at a time, each measured in turns with the last kept state and held to its loss.
 
-Every state runs in a process of its own (`candidate.py`) from the same seed on the same samples. A remedy
+Every state runs in a process of its own (`states.py`) from the same seed on the same samples. A remedy
 is kept when it is faster by more than the noise of the turns and the loss curve stays where the baseline's
-is. Compiled code is kept in the climb's folder, so that a state that was compiled once starts sooner.
-Called by `ridgeline doctor --climb`; itself imports without torch.
+is. Compiled code is kept in the climb's folder, so that a state that was compiled once starts sooner. An
+interrupt ends the climb where it is, with what was kept so far. Called by `ridgeline doctor --climb`;
+itself imports without torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import select
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
 
 from ridgeline.config import RunConfig, dump_config, load_config
 from ridgeline.doctor.ladder import Ladder, Rung, show_ladder
-from ridgeline.doctor.remedies.contract import OPTIMIZER, Parts, Remedy, Step
-from ridgeline.doctor.remedies.table import REMEDIES
+from ridgeline.doctor.model_look import SCRIPT
+from ridgeline.doctor.remedies.contract import (
+    ATTENTION,
+    CONVOLUTION,
+    ELEMENTWISE,
+    LOSS,
+    MATRIX,
+    OPTIMIZER,
+    Parts,
+    Remedy,
+    Step,
+    seconds,
+)
+from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
+from ridgeline.doctor.states import (
+    Candidate,
+    Effort,
+    ScriptCandidate,
+    raise_as_usage,
+    script_settings,
+)
 from ridgeline.errors import RunError, UsageError
 from ridgeline.layout import Layout, check_available, check_layout
+from ridgeline.train.settings import write_settings
 
 LEAST_PREDICTED = 1.001
 """A remedy that does not promise this much is not worth a process."""
 FIRST_LOSS = 4.0
 """The first loss is of the same weights and samples: it may be off by so many times the bound."""
+RECIPE, CLIMBED = "recipe.yaml", "climbed.yaml"
+"""The winning settings, of a recipe and of a script."""
+
+Start = Callable[[RunConfig, str, Path, Effort], Candidate]
 
 
-@dataclasses.dataclass(frozen=True)
-class Effort:
-    """How much is measured."""
+@dataclass
+class _Ascent:
+    """How far a climb has come."""
 
-    rounds: int = 5
-    """Turns of each of two states; more make the noise known better."""
-    steps: int = 10
-    """Timed steps a turn."""
-    warm_up: int = 2
-    """Steps before them in each turn."""
-    check_steps: int = 24
-    """Steps over which losses are compared."""
-    loss_bound: float = 0.005
-    least_gain: float = 0.01
-    timeout_s: float = 1800.0
-    """For one turn, compiling included."""
-    budget_s: float = math.inf
-    """No further remedy is begun after so long."""
+    kept: Candidate
+    effort: Effort
+    start: Start
+    work: Path
+    unit: str = ""
+    per_step: float = 0.0
+    baseline_losses: list[float] = field(default_factory=list)
+    rungs: list[Rung] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
-
-class Candidate:
-    """A state in its own process."""
-
-    def __init__(self, config: RunConfig, name: str, folder: Path, effort: Effort) -> None:
-        self.config, self.name = config, name
-        self._timeout_s = effort.timeout_s
-        folder.mkdir(parents=True, exist_ok=True)
-        recipe = folder / f"{name}.yaml"
-        recipe.write_text(dump_config(_to_measure(config, effort)), encoding="utf-8")
-        self._log: IO[str] = (folder / f"{name}.log").open("w")
-        self.started = time.time()
-        self._process = subprocess.Popen(
-            [
-                "env",
-                f"TORCHINDUCTOR_CACHE_DIR={folder.resolve() / 'compiled'}",
-                "TORCHINDUCTOR_FX_GRAPH_CACHE=1",
-                sys.executable,
-                "-m",
-                "ridgeline.doctor.candidate",
-                str(recipe),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
+    def ladder(self) -> Ladder:
+        return Ladder(
+            self.unit,
+            self.effort.check_steps,
+            self.effort.loss_bound,
+            tuple(self.rungs),
+            tuple(self.overrides),
+            tuple(self.advice),
+            self.interrupted,
         )
-        self.losses: list[float] = []
-        self.turns: list[float] = []
-        self.peak_bytes = 0.0
-        self.tenth_step_s: float | None = None
-        self.last: dict[str, Any] = {}
-
-    def run(self, untimed: int, timed: int) -> float:
-        """Seconds a step of one turn; a `RunError` with what the process said when it fails."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            print(json.dumps({"untimed": untimed, "timed": timed}), file=process.stdin, flush=True)
-            answers = bool(select.select([process.stdout], [], [], self._timeout_s)[0])
-            line = process.stdout.readline() if answers else ""
-        except BrokenPipeError:
-            answers, line = True, ""
-        if not answers:
-            raise RunError(f"no answer within {self._timeout_s:.0f} s")
-        if not line:
-            raise RunError(f"its process ended ({process.wait()}); see {self._log.name}")
-        answer = json.loads(line)
-        if "failed" in answer:
-            raise RunError(answer["failed"])
-        self.losses += answer["losses"]
-        self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
-        self.last = answer
-        return float(answer["step_s"])
-
-    def check(self, effort: Effort) -> None:
-        """The first steps, of which the losses are compared; the tenth is waited for."""
-        first = min(10, effort.check_steps)
-        self.run(first, 0)
-        self.tenth_step_s = self.last["time"] - self.started if first == 10 else None
-        if effort.check_steps > first:
-            self.run(effort.check_steps - first, 0)
-
-    def parts(self) -> Parts:
-        """The step as its own clock saw it in the last turn."""
-        parts, total = self.last["parts"], self.last["step_s"]
-        waits = parts.get("data_s", 0.0) + parts.get("h2d_s", 0.0)
-        return Parts(
-            step_s=total,
-            data_s=min(waits, total),
-            device_kind=self.last["device"],
-            classes={OPTIMIZER: parts.get("optimizer_s", 0.0)},
-        )
-
-    def close(self) -> None:
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
 
 
 def climb(
@@ -147,73 +91,184 @@ def climb(
     remedies: Mapping[str, Remedy] = REMEDIES,
     effort: Effort = Effort(),  # noqa: B008
     say: Callable[[str], None] = print,
+    cache: Path | None = None,
 ) -> Ladder:
     """Try remedies on a recipe, the most promising first; keeps what helps and keeps the loss.
 
-    `measured` orders them at the start; without it the run's own clock does. Leaves `recipe.yaml` (the
-    winning settings), `ladder.json` and `ladder.svg` in `out`.
+    `measured` says what a step consists of; without it the run's own clock does. Leaves `recipe.yaml` (the
+    winning settings), `ladder.json` and `ladder.svg` in `out`, also when it is interrupted. `cache` is
+    where compiled code is kept, for climbs that are to find it again.
     """
     if Layout.parse_for(config.layout or "dp=1", 1).world_size != 1:
         raise UsageError(f"a climb is on one device, and the layout is {config.layout!r}; use dp=1")
+
+    def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
+        return Candidate(config, name, folder, effort, cache)
+
+    def write(config: RunConfig, ladder: Ladder) -> None:
+        (out / RECIPE).write_text(dump_config(config), encoding="utf-8")
+
+    return _climb(config, out, start, write, "recipe", measured, remedies, effort, say)
+
+
+def climb_script(
+    script: Path,
+    arguments: Sequence[str],
+    out: Path,
+    *,
+    measured: Step | None = None,
+    remedies: Mapping[str, Remedy] = SCRIPT_REMEDIES,
+    effort: Effort = Effort(),  # noqa: B008
+    say: Callable[[str], None] = print,
+) -> Ladder:
+    """The same for a script of the user's own, which runs as it is in every state.
+
+    Leaves `climbed.yaml`, for `ridgeline.start(tune=...)` or RIDGELINE_TUNE, instead of a recipe.
+    """
+    empty = RunConfig(name=script.stem or "script")
+    config = dataclasses.replace(
+        empty,
+        model=dataclasses.replace(empty.model, name=SCRIPT),
+        data=dataclasses.replace(empty.data, source=SCRIPT),
+        train=dataclasses.replace(empty.train, steps=1),
+        tune=dataclasses.replace(empty.tune, search_convolutions=False),
+    )
+
+    def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
+        plain = name == BASELINE
+        return ScriptCandidate(config, name, folder, effort, script, arguments, plain)
+
+    def write(config: RunConfig, ladder: Ladder) -> None:
+        times = ladder.best.times or 1.0
+        comment = f"ridgeline doctor {script.name} --climb: {times:.2f} times the script as it is"
+        write_settings(script_settings(config), out / CLIMBED, comment)
+
+    return _climb(config, out, start, write, "script", measured, remedies, effort, say)
+
+
+BASELINE = "baseline"
+
+
+def _climb(
+    config: RunConfig,
+    out: Path,
+    start: Start,
+    write: Callable[[RunConfig, Ladder], None],
+    what: str,
+    measured: Step | None,
+    remedies: Mapping[str, Remedy],
+    effort: Effort,
+    say: Callable[[str], None],
+) -> Ladder:
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    work = out / "states"
-    kept = Candidate(config, "baseline", work, effort)
+    kept = start(config, BASELINE, out / "states", effort)
+    ascent = _Ascent(kept, effort, start, out / "states")
     try:
-        try:
-            kept.check(effort)
-            kept.turns.append(kept.run(effort.warm_up, effort.steps))
-        except RunError as error:
-            raise RunError(f"the recipe does not run as it is: {error}") from error
-        baseline_losses = kept.losses[: effort.check_steps]
-        unit = kept.last["unit"]
-        per_step = kept.last["samples"] * kept.last["units_per_sample"]
-        first = _rung(
-            kept, "baseline", (), per_step, kept=True, why="the recipe as it is", times=1.0
-        )
-        rungs, times = [first], 1.0
-        overrides: list[str] = []
-        say(_line(rungs[-1], unit))
-        waiting = dict(remedies)
-        step: Step = measured if measured is not None else kept.parts()
-        while True:
-            if time.monotonic() - begun > effort.budget_s:
-                say("no time is left for further remedies")
-                break
-            found = _next(waiting, step, kept.config)
-            if found is None:
-                break
-            remedy, predicted, reason = found
-            del waiting[remedy.name]
-            if remedy.advice:
-                say(f"by hand: {remedy.name}: {reason}; {remedy.advice}")
-                continue
-            changes = tuple(remedy.change(kept.config))
-            rung, candidate = _try(
-                remedy.name, changes, kept, baseline_losses, predicted, work, len(rungs), effort
-            )
-            if rung.gain is not None:
-                rung = dataclasses.replace(
-                    rung, times=times * rung.gain, rate=per_step / (rung.step_s or math.inf)
-                )
-            rungs.append(rung)
-            say(_line(rung, unit))
-            if candidate is None:
-                continue
-            kept.close()
-            kept, times = candidate, rung.times or times
-            overrides += changes
-            step = kept.parts()
-            if remedy.repeats:
-                waiting[remedy.name] = remedy
+        _begin(ascent, what)
+        say(_line(ascent.rungs[-1], ascent.unit))
+        _go(ascent, measured, remedies, begun, say)
+    except KeyboardInterrupt:
+        ascent.interrupted = True
+        if not ascent.rungs:
+            raise RunError(
+                "interrupted before the baseline was measured; nothing is kept"
+            ) from None
+        say("interrupted; what was kept so far is written")
     finally:
-        kept.close()
-    ladder = Ladder(unit, effort.check_steps, effort.loss_bound, tuple(rungs), tuple(overrides))
+        ascent.kept.close(0.5 if ascent.interrupted else 30.0)
+    ladder = ascent.ladder()
     ladder.write(out)
-    (out / "recipe.yaml").write_text(dump_config(kept.config), encoding="utf-8")
+    write(ascent.kept.config, ladder)
     say("")
     say(show_ladder(ladder))
     return ladder
+
+
+def _begin(ascent: _Ascent, what: str) -> None:
+    """The state that everything is compared with."""
+    kept, effort = ascent.kept, ascent.effort
+    try:
+        kept.check(effort)
+        kept.turns.append(kept.run(effort.warm_up, effort.steps))
+    except RunError as error:
+        raise_as_usage(error)
+        raise RunError(f"the {what} does not run as it is: {error}") from error
+    ascent.baseline_losses = kept.losses[: effort.check_steps]
+    if len(ascent.baseline_losses) < effort.check_steps:
+        raise UsageError(
+            f"the {what} called backward on {len(ascent.baseline_losses)} losses in {effort.check_steps} "
+            "steps, so that loss curves cannot be compared; call loss.backward() on one number a step"
+        )
+    ascent.unit = kept.last["unit"]
+    ascent.per_step = kept.last["samples"] * kept.last["units_per_sample"]
+    first = _rung(
+        kept, BASELINE, (), ascent.per_step, kept=True, why=f"the {what} as it is", times=1.0
+    )
+    ascent.rungs.append(first)
+
+
+def _go(
+    ascent: _Ascent,
+    measured: Step | None,
+    remedies: Mapping[str, Remedy],
+    begun: float,
+    say: Callable[[str], None],
+) -> None:
+    times = 1.0
+    step: Step = ascent.kept.parts()
+    seen: Step = measured if measured is not None else step
+    if measured is not None:
+        step = carry(measured, ascent.kept.parts())
+    waiting = {}
+    for remedy in remedies.values():
+        reason = remedy.applies(seen, ascent.kept.config) if remedy.advice else None
+        if reason is not None:
+            ascent.advice.append(f"{remedy.name}: {reason}; {remedy.advice}")
+            say(f"by hand: {ascent.advice[-1]}")
+        elif not remedy.advice:
+            waiting[remedy.name] = remedy
+    while True:
+        if time.monotonic() - begun > ascent.effort.budget_s:
+            say("no time is left for further remedies")
+            return
+        found = _next(waiting, step, ascent.kept.config)
+        if found is None:
+            return
+        remedy, predicted, _ = found
+        del waiting[remedy.name]
+        changes = tuple(remedy.change(ascent.kept.config))
+        rung, candidate = _try(remedy.name, changes, ascent, predicted)
+        if rung.gain is not None:
+            rate = ascent.per_step / (rung.step_s or math.inf)
+            rung = dataclasses.replace(rung, times=times * rung.gain, rate=rate)
+        ascent.rungs.append(rung)
+        say(_line(rung, ascent.unit))
+        if candidate is None:
+            continue
+        before, ascent.kept = ascent.kept, candidate
+        before.close()
+        times = rung.times or times
+        ascent.overrides += changes
+        step = carry(step, candidate.parts())
+        if remedy.repeats:
+            waiting[remedy.name] = remedy
+
+
+def carry(step: Step, parts: Parts) -> Parts:
+    """A changed step's parts: its own clock's, and for the kernels the proportions that were measured."""
+    before, now = step.step_s - step.data_s, parts.step_s - parts.data_s
+    shrunk = now / before if before > 0 else 1.0
+    measured = {
+        name: shrunk * seconds(step, name)
+        for name in (MATRIX, ATTENTION, CONVOLUTION, ELEMENTWISE, LOSS)
+    }
+    classes = {name: value for name, value in measured.items() if value}
+    return dataclasses.replace(
+        parts,
+        launch_s=shrunk * step.launch_s,
+        classes={**classes, OPTIMIZER: seconds(parts, OPTIMIZER)},
+    )
 
 
 def _next(
@@ -235,27 +290,23 @@ def _next(
 
 
 def _try(
-    name: str,
-    changes: tuple[str, ...],
-    kept: Candidate,
-    baseline_losses: list[float],
-    predicted: float,
-    work: Path,
-    number: int,
-    effort: Effort,
+    name: str, changes: tuple[str, ...], ascent: _Ascent, predicted: float
 ) -> tuple[Rung, Candidate | None]:
     """The rung, and the candidate where it is kept."""
+    effort, kept = ascent.effort, ascent.kept
     dropped = Rung(name, changes, False, "", predicted)
     try:
         config = change_config(kept.config, changes)
     except UsageError as error:
         return dataclasses.replace(dropped, why=str(error)), None
-    candidate = Candidate(config, f"{number:02}-{name.replace(' ', '-')}", work, effort)
-    keep = False
+    place = f"{len(ascent.rungs):02}-{name.replace(' ', '-')}"
+    candidate = ascent.start(config, place, ascent.work, effort)
+    keep, wait_s = False, 30.0
     try:
         candidate.check(effort)
-        apart = difference(candidate.losses[: effort.check_steps], baseline_losses)
-        problem = judge_losses(candidate.losses, baseline_losses, effort)
+        losses, baseline = candidate.losses, ascent.baseline_losses
+        apart = difference(losses[: effort.check_steps], baseline)
+        problem = judge_losses(losses, baseline, effort)
         if problem:
             rung = _rung(candidate, name, changes, 0, False, problem, predicted, apart)
             return rung, None
@@ -271,9 +322,12 @@ def _try(
         return rung, candidate if keep else None
     except RunError as error:
         return dataclasses.replace(dropped, why=f"it failed: {error}"[:200]), None
+    except KeyboardInterrupt:
+        keep, wait_s = False, 0.5
+        raise
     finally:
         if not keep:
-            candidate.close()
+            candidate.close(wait_s)
 
 
 def _compare(kept: Candidate, candidate: Candidate, effort: Effort) -> tuple[float, float]:
@@ -324,19 +378,6 @@ def change_config(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
     for finding in [*check_layout(layout), *check_available(layout)]:
         raise UsageError(finding.reason)
     return changed
-
-
-def _to_measure(config: RunConfig, effort: Effort) -> RunConfig:
-    """The same training without what is no step: evaluations, checkpoints, and an end."""
-    turns = 1 + 64 * effort.rounds
-    needed = effort.check_steps + turns * (effort.warm_up + effort.steps)
-    steps = max(config.train.steps or 0, needed)
-    return dataclasses.replace(
-        config,
-        train=dataclasses.replace(
-            config.train, steps=steps, epochs=None, eval_samples=0, eval_every=0, target={}
-        ),
-    )
 
 
 def _rung(

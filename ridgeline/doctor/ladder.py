@@ -47,6 +47,9 @@ class Ladder:
     rungs: tuple[Rung, ...]
     overrides: tuple[str, ...]
     """All that was kept, as overrides of the recipe."""
+    advice: tuple[str, ...] = ()
+    """What would help and is in the user's own hands."""
+    interrupted: bool = False
 
     @property
     def best(self) -> Rung:
@@ -84,6 +87,8 @@ def show_ladder(ladder: Ladder) -> str:
         f"loss: mean of the last quarter of {ladder.check_steps} steps against the baseline's on the same "
         f"samples; more than {ladder.loss_bound:.2%} apart is dropped"
     )
+    if ladder.advice:
+        lines += ["", "by hand:", *(f"  {text}" for text in ladder.advice)]
     return "\n".join(lines)
 
 

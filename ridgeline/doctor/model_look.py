@@ -1,6 +1,7 @@
-"""What a recipe's model is made of, as far as remedies ask: looked up on the meta device, once.
+"""What a model is made of, as far as remedies ask.
 
-Called by `remedies/`.
+A recipe's is looked up on the meta device, once; a script's was seen by `script_candidate.py` and stands
+where a recipe has its arguments. Called by `remedies/`.
 """
 
 from __future__ import annotations
@@ -8,8 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from ridgeline.config import RunConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SCRIPT = "script"
+"""The model's name where it is that of a user's own script."""
 
 
 @dataclass(frozen=True)
@@ -24,26 +32,37 @@ class Look:
     """Large linear layers with a side that is no multiple of 64."""
     num_outputs: int = 0
     """Of the last linear layer."""
+    num_norms: int = 0
+    """RMS norms, of torch's, ours and the kind that `transformers` has."""
+    num_batch_norms: int = 0
 
 
 def look_at(config: RunConfig) -> Look:
     """Nothing where the model cannot be built on the meta device."""
+    if config.model.name == SCRIPT:
+        return Look(**config.model.args)
     return _look(config.model.name, json.dumps(config.model.args, sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=16)
 def _look(name: str, args: str) -> Look:
     import torch
-    from torch import nn
 
     from ridgeline.models.build import build_model
-    from ridgeline.parallel.blocks import find_blocks
 
     try:
         with torch.device("meta"):
             model = build_model(name, **json.loads(args))
     except Exception:
         return Look()
+    return look_of(model)
+
+
+def look_of(model: nn.Module) -> Look:
+    from torch import nn
+
+    from ridgeline.parallel.blocks import find_blocks
+
     modules = list(model.modules())
     blocks = find_blocks(model).values()
     linears = [m for m in modules if type(m) is nn.Linear]
@@ -59,4 +78,6 @@ def _look(name: str, args: str) -> Look:
             for m in linears
         ),
         num_outputs=linears[-1].out_features if linears else 0,
+        num_norms=sum(type(m).__name__.endswith("RMSNorm") for m in modules),
+        num_batch_norms=sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules),
     )

@@ -27,7 +27,7 @@ from ridgeline.machine.roofline import ComputeFacts
 from ridgeline.train.own import OwnCheckpoints
 
 
-class _Enough(BaseException):
+class Enough(BaseException):
     """Ends the script; no `except Exception` of its own catches it."""
 
 
@@ -53,7 +53,7 @@ class _Watch:
             return
         self._is_due = False
         if self.probe is not None and self.probe.step_done():
-            raise _Enough
+            raise Enough
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if self.probe is None:
@@ -75,8 +75,8 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
     watch = _Watch(options)
     handle = register_optimizer_step_post_hook(watch.stepped)
     try:
-        with _watched(watch), _no_checkpoints(), suppress(_Enough):
-            _run(path, arguments)
+        with _watched(watch), no_checkpoints(), suppress(Enough):
+            run_script(path, arguments)
     except BaseException:
         if watch.probe is not None:
             watch.probe.close()
@@ -102,7 +102,7 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
     return explain(probe, probe.finish(), facts, watch.roofline)
 
 
-def _run(path: Path, arguments: list[str]) -> None:
+def run_script(path: Path, arguments: list[str]) -> None:
     before, folders = sys.argv, list(sys.path)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent.resolve()))
@@ -149,7 +149,7 @@ def _watched(watch: _Watch) -> Iterator[None]:
 
 
 @contextmanager
-def _no_checkpoints() -> Iterator[None]:
+def no_checkpoints() -> Iterator[None]:
     before = OwnCheckpoints.save
     OwnCheckpoints.save = lambda *_, **__: None  # type: ignore[method-assign]
     try:

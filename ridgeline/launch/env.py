@@ -37,6 +37,9 @@ LOST = "RIDGELINE_LOST_S"
 TERMINAL = "RIDGELINE_TERMINAL"
 """Whether whoever started the job looks on at a terminal: launchers give ranks one of their own making."""
 
+TUNE = "RIDGELINE_TUNE"
+"""A file of settings for a script that calls `ridgeline.start`; see `train/settings.py`."""
+
 RANK_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """Torch keeps the last collectives of a rank, so that a hang can name the one it waits in."""
 
@@ -97,6 +100,10 @@ def prepare_rank() -> None:
     """What torch has to find in the environment of a rank before it is imported."""
     for name, value in RANK_VARIABLES.items():
         os.environ.setdefault(name, value)
+
+
+def tune_file(environ: Mapping[str, str] | None = None) -> str:
+    return (os.environ if environ is None else environ).get(TUNE, "")
 
 
 def hub_address(environ: Mapping[str, str] | None = None) -> str:

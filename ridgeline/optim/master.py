@@ -93,22 +93,22 @@ class MasterAdamW(Optimizer):
             device = members[0].device
             numbers: dict[float, tuple[Tensor, Tensor]] = {}
             beta1, beta2 = group["betas"]
-            rate = _number(group["lr"], device)
-            decay = _number(group["weight_decay"], device)
-            divisor = _number(1.0, device) if self.grad_scale is None else self.grad_scale
+            rate = number(group["lr"], device)
+            decay = number(group["weight_decay"], device)
+            divisor = number(1.0, device) if self.grad_scale is None else self.grad_scale
             for parameter in members:
                 state = self.state[parameter]
                 state["step"] += 1
                 done = float(state["step"])
                 if done not in numbers:
-                    numbers[done] = tuple(_number(1 - b**done, device) for b in (beta1, beta2))
-                grad = _like(parameter.grad, parameter)
+                    numbers[done] = tuple(number(1 - b**done, device) for b in (beta1, beta2))
+                grad = like(parameter.grad, parameter)
                 tensors = (state["exp_avg"], state["exp_avg_sq"])
                 master = state.get("master")
                 self._kernel(
-                    _flat(parameter.detach() if master is None else master),
-                    _flat(grad),
-                    *(_flat(tensor) for tensor in tensors),
+                    flat(parameter.detach() if master is None else master),
+                    flat(grad),
+                    *(flat(tensor) for tensor in tensors),
                     rate,
                     decay,
                     beta1,
@@ -116,21 +116,21 @@ class MasterAdamW(Optimizer):
                     group["eps"],
                     *numbers[done],
                     divisor,
-                    None if master is None else _flat(parameter.detach()),
+                    None if master is None else flat(parameter.detach()),
                 )
 
 
-def _number(value: float, device: torch.device) -> Tensor:
+def number(value: float, device: torch.device) -> Tensor:
     """On the device without a copy from the host, and no constant of a compiled kernel."""
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def _flat(value: Tensor) -> Tensor:
+def flat(value: Tensor) -> Tensor:
     """All elements in the order of memory, which is the same for all tensors of a parameter."""
     return value.as_strided((value.numel(),), (1,))
 
 
-def _like(grad: Tensor, parameter: Tensor) -> Tensor:
+def like(grad: Tensor, parameter: Tensor) -> Tensor:
     if grad.stride() == parameter.stride():
         return grad
     return torch.empty_like(parameter).copy_(grad)

@@ -142,13 +142,17 @@ def _narrow(built: Arranged) -> None:
     """Linear layers in fp8, and the other changes of section `tune` to the modules themselves."""
     tune = built.tune
     if built.layout.precision == "fp8":
-        if built.layout.compile and built.mesh.device.type == "cuda":
+        from ridgeline.parallel.float8 import apply_float8
+        from ridgeline.parallel.float8_ops import COMPILED_ON_CUDA
+
+        proven = COMPILED_ON_CUDA or tune.fp8_route != "auto"
+        if built.layout.compile and built.mesh.device.type == "cuda" and not proven:
             # Seen on an H200 with torch 2.11: compiled, the products are zeros, without an error.
             raise UsageError(
-                "layout precision=fp8 with compile=true gives wrong products on CUDA; leave compile "
-                "out, or use precision=bf16"
+                "layout precision=fp8 with compile=true was seen to give wrong products on CUDA; leave "
+                "compile out, use precision=bf16, or name tune.fp8_route=product after "
+                "`python benchmarks/gpu_float8.py` has shown it right on this device"
             )
-        from ridgeline.parallel.float8 import apply_float8
 
         kept: dict[str, str] = {}
         num_changed = 0
@@ -170,6 +174,11 @@ def _narrow(built: Arranged) -> None:
 
         blocks = [b for module in built.parts for b in built.blocks_of(module).values()]
         apply_narrow_residual(blocks, built.layout)
+    if tune.norms == "fused":
+        from ridgeline.parallel.fused_norms import apply_fused_norms
+
+        for module in built.parts:
+            built.notes.append(apply_fused_norms(module, built.layout))
     if tune.pad:
         from ridgeline.parallel.tuned import apply_padding
 
@@ -446,6 +455,7 @@ def arrange_own(
     mesh: Mesh,
     share: Share | None = None,
     ddp: DdpConfig | None = None,
+    tune: TuneConfig | None = None,
 ) -> Arranged:
     """The same with what the techniques left behind, for whoever saves the model."""
     require_layout(layout, "layout")
@@ -453,7 +463,7 @@ def arrange_own(
     example = example_input
     if example is not None and not isinstance(example, tuple):
         example = (example,)
-    built = arrange(model, layout, mesh, share=share, ddp=ddp, example=example)
+    built = arrange(model, layout, mesh, share=share, ddp=ddp, example=example, tune=tune)
     if built.is_fully_sharded:
         weigh_outputs(built.objective, built.share)
     return built

@@ -5,8 +5,12 @@ contracted dimension lies together in memory, and a scale for each row of the le
 right one, or one for each tensor. Activations and weights are e4m3, gradients e5m2. Parameters stay what
 they are, so optimizers and checkpoints know nothing of it. On a device without fp8 products the values
 are rounded the same and multiplied in float32, so that what fp8 does to a model can be seen anywhere.
-Everything is plain torch, so that a compiled model has the scaling fused into what comes before it.
-Called by `apply.py`. Written by hand because torch itself has the product only.
+
+One scale for a tensor holds for the tensor turned over as well. Then every matrix is read and cast once, in
+forward, and what backward needs is turned over in its bytes: half the memory of keeping the values, and no
+second search for scales. With a scale a row the turned matrix has others, and is cast again.
+Called by `apply.py`. Written by hand because torch itself has the product only; the arithmetic is in
+`float8_ops.py`.
 
 Shapes: T tokens, I and O the layer's inputs and outputs.
 """
@@ -20,12 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ridgeline.parallel import float8_ops
+from ridgeline.parallel.float8_ops import E4M3, E5M2, find_largest, multiply, quantise
 from ridgeline.tuning import TuneConfig
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-_LEAST = 1e-30
-"""Of the largest value of a row, so that a row of zeros has a scale."""
 MULTIPLE = 16
 """The products want dimensions that are multiples of it."""
 
@@ -43,6 +45,8 @@ class Scaling:
     fast: bool = True
     native: bool = False
     """Whether the device has fp8 products; looked up once, not in the step."""
+    route: str = float8_ops.ROUTE
+    """What a compiler does not see into; see `float8_ops.ROUTES`."""
 
 
 def build_scaling(tune: TuneConfig, device: torch.device | None = None) -> Scaling:
@@ -53,48 +57,12 @@ def build_scaling(tune: TuneConfig, device: torch.device | None = None) -> Scali
         gradients={"e5m2": E5M2, "e4m3": E4M3}[tune.fp8_gradients],
         fast=tune.fp8_fast_accumulate,
         native=device is not None and has_fp8_products(device),
+        route=float8_ops.ROUTE if tune.fp8_route == "auto" else tune.fp8_route,
     )
 
 
 def has_fp8_products(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def largest(values: Tensor, rows: bool) -> Tensor:
-    """The largest absolute value of each row, (rows, 1), or of all."""
-    wide = values.abs()
-    return (wide.amax(1, keepdim=True) if rows else wide.amax()).float()
-
-
-def quantise(values: Tensor, dtype: torch.dtype, top: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in `dtype`, and what to multiply it with; `top` is the largest value of each row or of
-    all, and becomes the largest number that the type has."""
-    most = _LARGEST[dtype]
-    scale = top.clamp(min=_LEAST) / most
-    # Rounding may take the largest value a little over the top, which has no number there.
-    return (values.float() / scale).clamp(-most, most).to(dtype), scale
-
-
-def _product(
-    left: tuple[Tensor, Tensor],
-    right: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-    fast: bool,
-    native: bool,
-) -> Tensor:
-    """left @ right.T of (M, K) and (N, K), with their scales."""
-    (a, scale_a), (b, scale_b) = left, right
-    if not native:
-        return ((a.float() @ b.float().t()) * scale_a * scale_b.t()).to(dtype)
-    out = torch._scaled_mm(
-        a.contiguous(),
-        b.contiguous().t(),
-        scale_a=scale_a,
-        scale_b=scale_b.t(),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )
-    return out.to(dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -112,41 +80,72 @@ class _Linear(torch.autograd.Function):
         gradients: torch.dtype,
         fast: bool,
         native: bool,
+        route: str,
     ) -> Tensor:
-        top = largest(x_TI, rows)
-        left = quantise(x_TI, E4M3, top)
-        right = quantise(weight_OI, E4M3, largest(weight_OI, rows))
-        ctx.save_for_backward(x_TI, weight_OI, top)
+        top = find_largest(x_TI, rows, route)
+        left = quantise(x_TI, E4M3, top, route)
+        right = quantise(weight_OI, E4M3, find_largest(weight_OI, rows, route), route)
+        narrow_weight_gradient = narrow_weight_gradient and x_TI.shape[0] % MULTIPLE == 0
         ctx.rows, ctx.gradients, ctx.fast, ctx.native = rows, gradients, fast, native
         ctx.rows_of_weight_gradient = rows_of_weight_gradient
-        ctx.narrow_weight_gradient = narrow_weight_gradient and x_TI.shape[0] % MULTIPLE == 0
-        return _product(left, right, x_TI.dtype, fast, native)
+        ctx.narrow_weight_gradient = narrow_weight_gradient
+        ctx.route, ctx.dtypes = route, (x_TI.dtype, weight_OI.dtype)
+        if rows:
+            ctx.save_for_backward(x_TI, top, weight_OI, None)
+        else:
+            kept = _turn(left[0]) if narrow_weight_gradient else x_TI
+            ctx.save_for_backward(kept, left[1], _turn(right[0]), right[1])
+        return multiply(left, right, x_TI.dtype, fast, native, route)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight_OI, top_x = ctx.saved_tensors
-        top = largest(grad_TO, ctx.rows)
+        of_x, of_weight = ctx.dtypes
+        top = find_largest(grad_TO, ctx.rows, ctx.route)
+        left = quantise(grad_TO, ctx.gradients, top, ctx.route)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            left = quantise(grad_TO, ctx.gradients, top)
-            turned = weight_OI.t()
-            right = quantise(turned, E4M3, largest(turned, ctx.rows))
-            grad_x = _product(left, right, x_TI.dtype, ctx.fast, ctx.native)
+            right = _weight_turned(ctx)
+            grad_x = multiply(left, right, of_x, ctx.fast, ctx.native, ctx.route)
         if ctx.needs_input_grad[1]:
-            grad_OT, x_IT = grad_TO.t(), x_TI.t()
-            if not ctx.narrow_weight_gradient:
-                grad_weight = grad_OT @ x_TI
-            else:
-                if ctx.rows_of_weight_gradient:
-                    top, top_x = largest(grad_OT, True), largest(x_IT, True)
-                else:
-                    top, top_x = top.amax(), top_x.amax()  # known already: nothing is read again
-                left = quantise(grad_OT, ctx.gradients, top)
-                right = quantise(x_IT, E4M3, top_x)
+            if ctx.narrow_weight_gradient:
+                pair = _pair_of_weight_gradient(ctx, grad_TO, top, left)
                 # A sum over all tokens is too long for the short register.
-                grad_weight = _product(left, right, x_TI.dtype, False, ctx.native)
-            grad_weight = grad_weight.to(weight_OI.dtype)
-        return grad_x, grad_weight, None, None, None, None, None, None
+                grad_weight = multiply(*pair, of_x, False, ctx.native, ctx.route)
+            else:
+                grad_weight = grad_TO.t() @ ctx.saved_tensors[0]
+            grad_weight = grad_weight.to(of_weight)
+        return grad_x, grad_weight, None, None, None, None, None, None, None
+
+
+def _turn(values: Tensor) -> Tensor:
+    """Turned over, with its rows together in memory: a copy of bytes."""
+    return values.t().contiguous()
+
+
+def _weight_turned(ctx: Any) -> tuple[Tensor, Tensor]:
+    _, _, weight, scale = ctx.saved_tensors
+    if not ctx.rows:
+        return weight, scale
+    turned = weight.t()
+    return quantise(turned, E4M3, find_largest(turned, True, ctx.route), ctx.route)
+
+
+def _pair_of_weight_gradient(
+    ctx: Any, grad_TO: Tensor, top: Tensor, left: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Gradient (O, T) and input (I, T) in fp8."""
+    kept, of_kept, _, _ = ctx.saved_tensors
+    if not ctx.rows:
+        return (_turn(left[0]), left[1]), (kept, of_kept)
+    grad_OT, x_IT = grad_TO.t(), kept.t()
+    if ctx.rows_of_weight_gradient:
+        tops = find_largest(grad_OT, True, ctx.route), find_largest(x_IT, True, ctx.route)
+    else:
+        tops = top.amax(), of_kept.amax()  # known already: nothing is read again
+    return (
+        quantise(grad_OT, ctx.gradients, tops[0], ctx.route),
+        quantise(x_IT, E4M3, tops[1], ctx.route),
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
@@ -164,6 +163,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> 
             scaling.gradients,
             scaling.fast,
             scaling.native,
+            # Operators of our own are for compilers; called from Python they only cost.
+            scaling.route if torch.compiler.is_compiling() else float8_ops.INLINE,
         )
         out = out.view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias.to(dtype)

@@ -24,13 +24,21 @@ from torch.utils.data.dataloader import default_collate
 from ridgeline.config import DdpConfig
 from ridgeline.data.order import BatchPlan, num_batches, plan_epoch
 from ridgeline.errors import UsageError
-from ridgeline.launch.env import read_rank_env
+from ridgeline.launch.env import read_rank_env, tune_file
 from ridgeline.layout import Layout
 from ridgeline.parallel.apply import arrange_own
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, close_mesh
 from ridgeline.parallel.precision import Precision, build_precision
 from ridgeline.parallel.share import Share
+from ridgeline.train.settings import (
+    LoaderSettings,
+    Settings,
+    prepare_model,
+    prepare_process,
+    read_settings,
+    with_settings,
+)
 
 if TYPE_CHECKING:
     from ridgeline.train.own import OwnCheckpoints
@@ -39,8 +47,11 @@ if TYPE_CHECKING:
 class Job:
     """This process among the ranks of a job; made by `start`."""
 
-    def __init__(self, mesh: Mesh, precision: Precision, seed: int) -> None:
+    def __init__(
+        self, mesh: Mesh, precision: Precision, seed: int, settings: Settings | None = None
+    ) -> None:
         self._mesh, self._precision, self._seed = mesh, precision, seed
+        self._settings = settings
         self._share = Share()
         self._arranged: dict[int, Arranged] = {}
         """Of every model given to `parallelize`, by the id of what came back."""
@@ -77,7 +88,13 @@ class Job:
         except TypeError as error:
             raise UsageError(f"parallelize: {error}") from None
         model = model.to(self.device)
-        arranged = arrange_own(model, self.layout, example_input, self._mesh, self._share, ddp)
+        tune = None
+        if self._settings is not None:
+            prepare_model(model, self.layout, self._settings)
+            tune = self._settings.tune
+        arranged = arrange_own(
+            model, self.layout, example_input, self._mesh, self._share, ddp, tune
+        )
         self._arranged[id(arranged.objective)] = arranged
         return arranged.objective
 
@@ -101,6 +118,7 @@ class Job:
             workers=workers,
             collate=collate,
             seed=self._seed,
+            settings=self._settings,
         )
 
     def checkpoints(
@@ -174,6 +192,7 @@ class JobLoader:
         workers: int,
         collate: Callable[[list[Any]], Any],
         seed: int,
+        settings: Settings | None = None,
     ) -> None:
         if not isinstance(dataset, Sized):
             raise UsageError(
@@ -192,12 +211,17 @@ class JobLoader:
         self._shuffle, self._drop_last = shuffle, drop_last
         self._plans: list[BatchPlan] = []
         self._start = self._done = 0
+        self._channels_last = settings is not None and settings.channels_last
+        reading = settings.loader if settings is not None else LoaderSettings()
+        workers = reading.workers or workers
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=_Plans(self),
             num_workers=workers,
             collate_fn=collate,
             pin_memory=mesh.device.type == "cuda",
+            prefetch_factor=(reading.prefetch or None) if workers else None,
+            persistent_workers=bool(reading.workers),
             # Seeds the workers, apart on each rank; leaves the generator of the user's dropout alone.
             generator=torch.Generator().manual_seed(seed * 1_000_003 + mesh.data_rank),
         )
@@ -253,7 +277,7 @@ class JobLoader:
             for plan, batch in zip(self._plans, self._loader, strict=True):
                 self._share.set(int(plan.weights[0]), plan.num_global, self._mesh.data_size)
                 self._done = plan.step + 1
-                yield _to_device(batch, self._mesh.device)
+                yield _to_device(batch, self._mesh.device, self._channels_last)
         finally:
             self._share.num_real, self._share.scale = before
 
@@ -272,20 +296,33 @@ class _Plans:
         return len(self._owner._plans)
 
 
-def _to_device(batch: Any, device: torch.device) -> Any:
+def _to_device(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(Tensor, lambda value: value.to(device, non_blocking=True), batch)
+    def move(value: Tensor) -> Tensor:
+        value = value.to(device, non_blocking=True)
+        if channels_last and value.dim() == 4:
+            return value.contiguous(memory_format=torch.channels_last)
+        return value
+
+    return tree_map_only(Tensor, move, batch)
 
 
-def start(layout: str | Layout = "", *, seed: int = 0, device: str = "auto") -> Job:
+def start(
+    layout: str | Layout = "", *, seed: int = 0, device: str = "auto", tune: str | Path = ""
+) -> Job:
     """Join the job this process belongs to, as torchrun set it up, or be a job of one.
 
     `layout` may leave `dp` unsaid: it is then what the number of processes gives. Seeds torch on
-    every rank alike, so that the model built next has the same weights everywhere.
+    every rank alike, so that the model built next has the same weights everywhere. `tune` is a file of
+    settings, as `ridgeline doctor SCRIPT.py --climb` writes one; RIDGELINE_TUNE goes before it.
     """
     env = read_rank_env()
     arrangement = Layout.parse_for(str(layout), env.world_size, "start(layout=...)")
+    file = tune_file() or str(tune)
+    settings = read_settings(Path(file)) if file else None
+    if settings is not None:
+        arrangement = with_settings(arrangement, settings, file)
     if arrangement.accumulate > 1:
         raise UsageError(
             f"start(layout=...): accumulate={arrangement.accumulate} is for `ridgeline train`; in a "
@@ -299,7 +336,9 @@ def start(layout: str | Layout = "", *, seed: int = 0, device: str = "auto") -> 
     chosen = choose_device(device, env)
     mesh = build_mesh(env, arrangement, chosen)
     torch.manual_seed(seed)
-    job = Job(mesh, build_precision(arrangement.precision, chosen), seed)
+    if settings is not None:
+        prepare_process(settings, chosen)
+    job = Job(mesh, build_precision(arrangement.precision, chosen), seed, settings)
     if dist.is_initialized():
         atexit.register(_leave, job)
     return job

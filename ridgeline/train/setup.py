@@ -38,6 +38,7 @@ from ridgeline.models.weights import load_weights
 from ridgeline.optim.build import Trainable, build_optimizer
 from ridgeline.optim.master import build_master_adamw
 from ridgeline.optim.schedules import Factor, build_schedule, fit_warmup, scale_lr
+from ridgeline.optim.stochastic import build_stochastic_adamw
 from ridgeline.optim.update import Update, build_update
 from ridgeline.parallel.apply import arrange
 from ridgeline.parallel.arranged import Arranged
@@ -239,9 +240,11 @@ def _build_optimizer(
     alone = layout.replace(precision="bf16", compile=False, graphs=False, recompute="none")
     if layout.precision not in ("bf16", "fp8") or alone != Layout(precision="bf16"):
         raise UsageError(
-            f"tune.weights=bf16 is for one device with precision=bf16 or fp8, and the layout is {layout}; "
-            "leave it out (zero=1 and up keep bf16 weights by themselves)"
+            f"tune.weights={config.tune.weights} is for one device with precision=bf16 or fp8, and the "
+            f"layout is {layout}; leave it out (zero=1 and up keep bf16 weights by themselves)"
         )
+    if config.tune.weights == "stochastic":
+        return build_stochastic_adamw(model, config.optim, rate, config.train.seed)
     return build_master_adamw(model, config.optim, rate)
 
 
@@ -307,7 +310,8 @@ def _prepare_process(config: RunConfig, device: torch.device) -> None:
     prefer_attention(config.tune.attention)
     if device.type == "cuda":
         # Batches have one shape, so the search for the fastest convolution pays after one step.
-        torch.backends.cudnn.benchmark = not config.train.deterministic
+        searches = config.tune.search_convolutions and not config.train.deterministic
+        torch.backends.cudnn.benchmark = searches
 
 
 def _build_changes(config: RunConfig, sources: tuple[Source, Source]) -> _Changes:

@@ -27,27 +27,32 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", ["row", "mixed", "tensor", "careful"])
 @pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
 @pytest.mark.parametrize(
-    "compiled",
+    "route",
     [
-        False,
-        # Zeros on an H200 with torch 2.11; `parallel/apply.py` refuses the two together.
-        pytest.param(True, marks=pytest.mark.xfail(reason="compiled products are zeros")),
+        "eager",
+        # Zeros on an H200 with torch 2.11; `parallel/apply.py` refuses it unless it is named.
+        pytest.param("inline", marks=pytest.mark.xfail(reason="compiled products are zeros")),
+        "product",
+        "cast",
+        "whole",
     ],
 )
-def test_products_are_those_of_the_emulation(kind: str, gradients: str, compiled: bool) -> None:
+def test_products_are_those_of_the_emulation(kind: str, gradients: str, route: str) -> None:
     device = torch.device("cuda")
     if not has_fp8_products(device):
         pytest.skip("the device has no fp8 products")
     torch.manual_seed(0)
     x, weight, grad = torch.randn(256, 512), torch.randn(384, 512) / 20, torch.randn(256, 384)
-    tune = TuneConfig(fp8_scaling=kind, fp8_gradients=gradients)
+    named = "auto" if route == "eager" else route
+    tune = TuneConfig(fp8_scaling=kind, fp8_gradients=gradients, fp8_route=named)
     found = []
     for place in (device, torch.device("cpu")):
         leaf = x.bfloat16().to(place).requires_grad_()
         matrix = weight.to(place).requires_grad_()
         scaling = build_scaling(tune, place)
         assert scaling.native == (place.type == "cuda")
-        call = torch.compile(linear) if compiled and scaling.native else linear
+        compiled = scaling.native and route != "eager"
+        call = torch.compile(linear, dynamic=False) if compiled else linear
         out = call(leaf, matrix, None, scaling)
         out.backward(grad.bfloat16().to(place))
         found.append((out, leaf.grad, matrix.grad))

@@ -8,6 +8,7 @@ from ridgeline.doctor.remedies.contract import (
     Step,
     amdahl,
     elementwise_s,
+    has_bf16,
     layout_of,
     on_cuda,
     products_s,
@@ -18,7 +19,7 @@ RATE = {"fp32": 8.0, "tf32": 2.0}
 
 
 def _applies(step: Step, config: RunConfig) -> str | None:
-    if on_cuda(step) and layout_of(config).precision in RATE:
+    if on_cuda(step) and has_bf16(step) and layout_of(config).precision in RATE:
         return f"products are in {layout_of(config).precision}"
     return None
 

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl, on_cuda
+from ridgeline.doctor.model_look import look_at
+from ridgeline.doctor.remedies.contract import (
+    MATRIX,
+    Remedy,
+    Step,
+    amdahl,
+    layout_of,
+    on_cuda,
+    seconds,
+)
+
+LEAST_STALL = 0.01
+"""Share of the step that a line has to hold the device up for."""
+LARGE = 16_384
+"""Classes from which on the logits are worth a thought."""
 
 
 def _waits_for_host(step: Step, config: RunConfig) -> str | None:
-    stalls = getattr(step, "stalls", ())
-    return f"the host waits for the device at {stalls[0].where}" if stalls else None
+    """The lines, worst first, with what stands there."""
+    stalls = [
+        stall
+        for stall in getattr(step, "stalls", ())
+        if stall.what != "Python" and stall.seconds >= LEAST_STALL * step.step_s
+    ]
+    if not on_cuda(step) or not stalls:
+        return None
+    places = [f"{s.where}{f': `{s.code.strip()}`' if s.code else ''}" for s in stalls[:3]]
+    return f"the host waits for the device at {'; at '.join(places)}"
 
 
 SYNCHRONISATIONS = Remedy(
@@ -32,12 +54,56 @@ STAGING = Remedy(
     advice="`ridgeline data pack` many small files into few, and set data.stage=auto",
 )
 SPARSITY = Remedy(
-    name="2:4 sparsity",
-    applies=lambda step, config: None,
+    name="2:4 sparsity and pruning",
+    applies=lambda step, config: (
+        f"{seconds(step, MATRIX) / step.step_s:.0%} of the step are matrix products"
+        if on_cuda(step) and seconds(step, MATRIX) > 0.5 * step.step_s
+        else None
+    ),
     predicted_gain=lambda step, config: 1.0,
     change=lambda config: [],
     risk="rounding",
-    advice="prunes half of the weights, so it is a change of the model: for inference, after training",
+    advice="for inference, half of the weights can go (torch.sparse.to_sparse_semi_structured, "
+    "torch.nn.utils.prune) and the rest be trained on: a change of the model, to be judged by its metric",
+)
+CONV_NORMS = Remedy(
+    name="folded norms",
+    applies=lambda step, config: (
+        f"{look_at(config).num_batch_norms} batch norms are passes of their own in evaluation and export"
+        if look_at(config).num_batch_norms and look_at(config).num_conv2d
+        else None
+    ),
+    predicted_gain=lambda step, config: 1.0,
+    change=lambda config: [],
+    risk="order",
+    advice="for inference: `from ridgeline.parallel.conv_norm import fold_conv_norms; model, _ = "
+    "fold_conv_norms(model, example_inputs)`",
+)
+OWN_LOSS = Remedy(
+    name="chunked loss",
+    applies=lambda step, config: (
+        f"logits of {look_at(config).num_outputs:,} classes are written, read and kept in full"
+        if on_cuda(step) and look_at(config).num_outputs >= LARGE
+        else None
+    ),
+    predicted_gain=lambda step, config: 1.0,
+    change=lambda config: [],
+    risk="order",
+    advice="have the model return its last hidden states (tokens, width), and call "
+    "`linear_cross_entropy(hidden, head.weight, head.bias, targets, shares)` of "
+    "ridgeline.parallel.linear_loss, with shares of 1 / number of tokens",
+)
+OWN_GRAPHS = Remedy(
+    name="CUDA graphs",
+    applies=lambda step, config: (
+        f"{step.launch_s / step.step_s:.0%} of the step are pauses between launches"
+        if on_cuda(step) and step.launch_s > 0.1 * step.step_s and layout_of(config).compile
+        else None
+    ),
+    predicted_gain=lambda step, config: amdahl(step, 0.9 * step.launch_s),
+    change=lambda config: [],
+    risk="none",
+    advice='compile the model yourself: `model = torch.compile(model, mode="reduce-overhead")`',
 )
 LARGER_BATCH = Remedy(
     name="larger batch",
@@ -59,4 +125,5 @@ def _free_share(step: Step) -> float:
     return 1.0 - memory.fill if memory is not None else 0.0
 
 
-BY_HAND = (SYNCHRONISATIONS, STAGING, LARGER_BATCH, SPARSITY)
+BY_HAND = (SYNCHRONISATIONS, STAGING, LARGER_BATCH, SPARSITY, CONV_NORMS)
+BY_HAND_IN_SCRIPTS = (SYNCHRONISATIONS, OWN_LOSS, OWN_GRAPHS, SPARSITY, CONV_NORMS)

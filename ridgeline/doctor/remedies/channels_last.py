@@ -9,7 +9,7 @@ from ridgeline.doctor.remedies.contract import (
     Remedy,
     Step,
     amdahl,
-    is_narrow,
+    layout_of,
     on_cuda,
     products_s,
     seconds,
@@ -20,7 +20,7 @@ def _applies(step: Step, config: RunConfig) -> str | None:
     look = look_at(config)
     if not on_cuda(step) or config.model.channels_last or look.num_other_conv:
         return None
-    if look.num_conv2d < 4 or not is_narrow(config):
+    if look.num_conv2d < 4 or layout_of(config).precision not in ("bf16", "fp16", "fp8"):
         return None  # a patch embedding alone gains nothing, nor does float32
     return f"{look.num_conv2d} convolutions read their channels from far apart"
 

@@ -53,7 +53,8 @@ class Parts:
     device_kind: str = "cpu"
     classes: dict[str, float] = field(default_factory=dict)
     free_bytes: float = 0.0
-    """Of the device's memory, at the step's peak."""
+    """Of the device's memory, at the step's peak; 0 where that is not known."""
+    has_bf16: bool = True
 
     def of_class(self, name: str) -> Seconds:
         return Seconds(self.classes.get(name, 0.0))
@@ -107,6 +108,11 @@ def layout_of(config: RunConfig) -> Layout:
 
 def on_cuda(step: Step) -> bool:
     return step.device_kind == "cuda"
+
+
+def has_bf16(step: Step) -> bool:
+    """Whether the device multiplies bf16; a step that does not say is taken to be of one that does."""
+    return bool(getattr(step, "has_bf16", True))
 
 
 def is_narrow(config: RunConfig) -> bool:

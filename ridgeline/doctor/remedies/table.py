@@ -11,19 +11,24 @@ from ridgeline.doctor.remedies import (
     channels_last,
     chunked_loss,
     compile_model,
+    convolution_search,
     device_augment,
     fp8,
+    fp8_tensor,
+    fp16,
+    fused_norms,
     fused_optimizer,
     graphs,
     padding,
     reading_ahead,
     recompute,
     residual,
+    stochastic,
     tf32,
     weights,
     workers,
 )
-from ridgeline.doctor.remedies.by_hand import BY_HAND
+from ridgeline.doctor.remedies.by_hand import BY_HAND, BY_HAND_IN_SCRIPTS
 from ridgeline.doctor.remedies.contract import Remedy
 
 REMEDIES: dict[str, Remedy] = {
@@ -31,16 +36,21 @@ REMEDIES: dict[str, Remedy] = {
     for remedy in (
         tf32.REMEDY,
         bf16.REMEDY,
+        fp16.REMEDY,
         fp8.REMEDY,
+        fp8_tensor.REMEDY,
         fused_optimizer.REMEDY,
         compile_model.REMEDY,
+        fused_norms.REMEDY,
         autotune.REMEDY,
         graphs.REMEDY,
         channels_last.REMEDY,
+        convolution_search.REMEDY,
         attention.REMEDY,
         chunked_loss.REMEDY,
         residual.REMEDY,
         weights.REMEDY,
+        stochastic.REMEDY,
         padding.REMEDY,
         accumulation.REMEDY,
         recompute.REMEDY,
@@ -51,3 +61,26 @@ REMEDIES: dict[str, Remedy] = {
         *BY_HAND,
     )
 }
+
+SCRIPT_REMEDIES: dict[str, Remedy] = {
+    remedy.name: remedy
+    for remedy in (
+        tf32.REMEDY,
+        bf16.REMEDY,
+        fp8.REMEDY,
+        fp8_tensor.REMEDY,
+        fused_optimizer.REMEDY,
+        compile_model.REMEDY,
+        fused_norms.REMEDY,
+        autotune.REMEDY,
+        channels_last.REMEDY,
+        convolution_search.REMEDY,
+        attention.REMEDY,
+        residual.REMEDY,
+        padding.REMEDY,
+        recompute.REMEDY,
+        workers.REMEDY,
+        *BY_HAND_IN_SCRIPTS,
+    )
+}
+"""Those that can be put on a script of the user's own from outside, and advice."""

@@ -10,20 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from ridgeline.config import load_config
+from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.models.build import build_model
+from ridgeline.parallel import float8_ops
 from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.float8 import (
-    E4M3,
-    E5M2,
     Float8Linear,
     Scaling,
     apply_float8,
     build_scaling,
-    largest,
     linear,
-    quantise,
 )
+from ridgeline.parallel.float8_ops import E4M3, E5M2, ROUTES, largest, quantise
 from ridgeline.parallel.mesh import close_mesh
 from ridgeline.train.loop import train_loop
 from ridgeline.train.setup import build_training
@@ -220,3 +219,105 @@ def test_a_narrow_residual_follows_bf16(bf16_losses: list[float]) -> None:
     found = losses("layout.precision=bf16", "tune.residual=bf16")
     assert found != bf16_losses
     assert max(abs(a - b) / b for a, b in zip(found, bf16_losses, strict=True)) < 0.03
+
+
+def test_the_operators_keep_what_they_promise_a_compiler() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(32, 48), torch.randn(16, 48)
+    top = largest(x, rows=True)
+    a, scale_a = quantise(x, E4M3, top)
+    b, scale_b = quantise(weight, E4M3, largest(weight, rows=True))
+    checks = ("test_faketensor",)  # what they say of their result; the others do not know fp8
+    for rows in (True, False):
+        torch.library.opcheck(float8_ops.LARGEST_OP, (x, rows), test_utils=checks)
+    torch.library.opcheck(float8_ops.CAST_OP, (x.t(), top.t(), E5M2), test_utils=checks)
+    for native in (True, False):  # torch has the product on a CPU as well
+        args = (a, b, scale_a, scale_b, torch.bfloat16, False, native)
+        torch.library.opcheck(float8_ops.PRODUCT_OP, args, test_utils=checks)
+
+
+def compiled_counts(counts: list[dict[str, int]]) -> object:
+    """A back end that counts our operators in each graph and runs it as it is."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        ours = [name.split(".")[1] for name in names if name.startswith("ridgeline.")]
+        counts.append({name: ours.count(name) for name in ours})
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
+
+
+@pytest.mark.parametrize("kind", ["mixed", "tensor"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_is_the_same_product(kind: str, route: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counts: list[dict[str, int]] = []
+    x, weights = torch.randn(32, 64), [torch.randn(48, 64) / 8 for _ in range(2)]
+    scaling = build_scaling(TuneConfig(fp8_scaling=kind, fp8_route=route))
+
+    def two(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return linear(x, first, None, scaling) * linear(x, second, None, scaling)
+
+    found = []
+    for call in (two, torch.compile(two, backend=compiled_counts(counts))):
+        leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+        out = call(*leaves)
+        out.square().sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    assert max(relative(b, a.detach()) for a, b in zip(*found, strict=True)) < 1e-6
+    forward, backward = counts
+    hidden = {"inline": 0, "product": 1, "cast": 2, "whole": 3}[route]
+    assert len(forward) == len(backward) == hidden
+    if hidden:
+        assert forward["fp8_product"] == 2
+        assert backward["fp8_product"] >= 3
+    if hidden > 1 and kind == "tensor":
+        # Two layers that share an input cast it once, and nothing is cast again in backward.
+        assert forward["fp8_cast"] == 3
+        assert backward["fp8_cast"] == 2
+
+
+def test_a_scale_a_tensor_keeps_bytes_for_backward() -> None:
+    x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True)
+    kept = {}
+    for kind in ("tensor", "mixed"):
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: (sizes.append(t.nbytes), t)[1], lambda t: t
+        ):
+            linear(x, weight, None, build_scaling(TuneConfig(fp8_scaling=kind)))
+        kept[kind] = sum(sizes)
+    assert kept["tensor"] < 0.3 * kept["mixed"]  # one byte rather than four
+
+
+def test_compiled_fp8_on_cuda_waits_for_a_proof_or_a_named_route() -> None:
+    """The refusal is one constant, and a recipe that names a route is let through."""
+    from types import SimpleNamespace
+
+    from ridgeline.layout import Layout
+    from ridgeline.parallel.apply import _narrow
+
+    def narrow(tune: TuneConfig) -> None:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        _narrow(
+            SimpleNamespace(
+                tune=tune,
+                layout=Layout(precision="fp8", compile=True),
+                mesh=SimpleNamespace(device=torch.device("cuda")),
+                parts=[model],
+                blocks_of=lambda module: {},
+                block_paths=(),
+                notes=[],
+                tensor_plan=None,
+            )
+        )
+
+    with pytest.raises(UsageError, match="gpu_float8"):
+        narrow(TuneConfig())
+    narrow(TuneConfig(fp8_route="product"))

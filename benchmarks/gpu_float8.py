@@ -1,0 +1,353 @@
+"""Which way of compiling fp8 linear layers is right on this device, and how fast each is: one table.
+
+    python benchmarks/gpu_float8.py                          # about a minute on a GPU
+    python benchmarks/gpu_float8.py --budget 90 --json f8.json
+    python benchmarks/gpu_float8.py --device cpu --tiny      # to see that it works; times mean nothing
+
+Part one compiles one layer of 2048 x 2048 in every way and compares output, input gradient and weight
+gradient with float64: relative error (about 0.03 with e4m3, 0.05 with e5m2), share of zeros, and whether
+it is right. Part two times the pieces around the products. Part three times the right ways on the layers of
+a 1.3B model, forward and backward, beside bf16. Every line is printed when it is known, and nothing is
+begun after the budget. A way that fails says so in its line. `tune.fp8_route` takes the routes' names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.table import print_table, write_json
+
+SHAPES = {"wq": (2048, 2048), "w1": (2048, 5504), "w2": (5504, 2048)}
+"""Inputs and outputs of the layers of a 1.3B model."""
+BOUND = 0.12
+"""Relative error of the norm above which a product is wrong and not rounded."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the layer."""
+
+    name: str
+    scaling: str = "tensor"
+    route: str = "product"
+    compiled: bool = True
+    fast: bool = True
+    gradients: str = "e5m2"
+    turned_weight: bool = False
+    """A weight that is a view of its transpose."""
+    switches: dict[str, Any] = field(default_factory=dict)
+    """Of torch._inductor.config."""
+
+
+WAYS = (
+    Way("eager, tensor", compiled=False),
+    Way("eager, mixed", "mixed", compiled=False),
+    Way("inline, tensor", route="inline"),
+    Way("product, tensor"),
+    Way("product, mixed", "mixed"),
+    Way("inline, tensor, ATEN only", route="inline",
+        switches={"max_autotune_gemm_backends": "ATEN"}),
+    Way("inline, mixed, ATEN only", "mixed", "inline",
+        switches={"max_autotune_gemm_backends": "ATEN"}),
+    Way("cast, tensor", route="cast"),
+    Way("whole, tensor", route="whole"),
+    Way("inline, mixed", "mixed", "inline"),
+    Way("cast, mixed", "mixed", "cast"),
+    Way("whole, mixed", "mixed", "whole"),
+    Way("product, row", "row"),
+    Way("inline, row", "row", "inline"),
+    Way("product, tensor, slow sums", fast=False),
+    Way("inline, tensor, slow sums", route="inline", fast=False),
+    Way("product, tensor, turned weight", turned_weight=True),
+    Way("inline, tensor, turned weight", route="inline", turned_weight=True),
+    Way("inline, tensor, rounding casts", route="inline",
+        switches={"emulate_precision_casts": True}),
+    Way("inline, tensor, no padding", route="inline", switches={"shape_padding": False}),
+    Way("product, tensor, e4m3 gradients", gradients="e4m3"),
+    Way("inline, tensor, e4m3 gradients", route="inline", gradients="e4m3"),
+)  # fmt: skip
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+@contextlib.contextmanager
+def switched(switches: dict[str, Any]) -> Iterator[None]:
+    import torch._inductor.config as config
+
+    known = {name: value for name, value in switches.items() if hasattr(config, name)}
+    if missing := set(switches) - set(known):
+        raise RuntimeError(f"this torch has no {', '.join(missing)}")
+    with config.patch(known):
+        yield
+
+
+def build(way: Way, weight: Any, native: bool) -> Callable[[Any], Any]:
+    import torch
+
+    from ridgeline.parallel.float8 import build_scaling, linear
+    from ridgeline.tuning import TuneConfig
+
+    tune = TuneConfig(
+        fp8_scaling=way.scaling,
+        fp8_route=way.route,
+        fp8_gradients=way.gradients,
+        fp8_fast_accumulate=way.fast,
+    )
+    scaling = dataclasses.replace(build_scaling(tune, weight.device), native=native)
+
+    def layer(x: Any) -> Any:
+        # As in a model: something before it to fuse with, and a residual after it.
+        return x + linear(torch.nn.functional.silu(x), weight, None, scaling)
+
+    return torch.compile(layer, dynamic=False) if way.compiled else layer
+
+
+def errors(way: Way, tokens: int, width: int, device: str, native: bool) -> dict[str, Any]:
+    """Output, input gradient and weight gradient beside float64."""
+    import torch
+
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator)
+
+    x, weight, grad = (
+        draw(tokens, width),
+        draw(width, width) / width**0.5,
+        draw(tokens, width) * 1e-4,
+    )
+    x, weight, grad = (value.to(device).bfloat16() for value in (x, weight, grad))
+    matrix = weight.t().contiguous().t() if way.turned_weight else weight
+    matrix = matrix.detach().requires_grad_()
+    leaf = x.clone().requires_grad_()
+    with switched(way.switches):
+        out = build(way, matrix, native)(leaf)
+        out.backward(grad)
+    exact_x = x.double().requires_grad_()
+    exact_w = weight.double().requires_grad_()
+    exact = exact_x + torch.nn.functional.silu(exact_x) @ exact_w.t()
+    exact.backward(grad.double())
+    # Without the residual, which would hide a product of zeros.
+    pairs = {
+        "output": (out.detach().double() - x.double(), exact.detach() - x.double()),
+        "dx": (leaf.grad.double() - grad.double(), exact_x.grad - grad.double()),
+        "dw": (matrix.grad.double(), exact_w.grad),
+    }
+    found: dict[str, Any] = {}
+    for name, (mine, true) in pairs.items():
+        found[name] = {
+            "error": float((mine - true).norm() / true.norm()),
+            "largest": float((mine - true).abs().max() / true.abs().max()),
+            "zeros": float((mine == 0).double().mean()),
+        }
+    found["right"] = all(value["error"] < BOUND for value in found.values())
+    return found
+
+
+def timed(call: Callable[[], Any], cuda: bool, repeats: int) -> float:
+    """Median seconds."""
+    import torch
+
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        if cuda:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            call()
+            last.record()
+            torch.cuda.synchronize()
+            times.append(first.elapsed_time(last) / 1e3)
+        else:
+            begun = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def speed(
+    way: Way | None, tokens: int, shape: tuple[int, int], options: Any, native: bool
+) -> float:
+    """TFLOP/s of forward and backward of one layer after a gate, None being bf16."""
+    import torch
+
+    torch._dynamo.reset()
+    device, (inputs, outputs) = options.device, shape
+    x = torch.randn(tokens, inputs, device=device).bfloat16().requires_grad_()
+    weight = (torch.randn(outputs, inputs, device=device) / inputs**0.5).bfloat16()
+    weight.requires_grad_()
+    grad = torch.randn(tokens, outputs, device=device).bfloat16()
+    if way is None:
+        functional = torch.nn.functional
+
+        def layer(x: Any) -> Any:
+            return functional.linear(functional.silu(x), weight)
+
+        call = torch.compile(layer, dynamic=False)
+    else:
+        from ridgeline.parallel.float8 import build_scaling, linear
+        from ridgeline.tuning import TuneConfig
+
+        tune = TuneConfig(fp8_scaling=way.scaling, fp8_route=way.route,
+                          fp8_gradients=way.gradients, fp8_fast_accumulate=way.fast)  # fmt: skip
+        scaling = dataclasses.replace(build_scaling(tune, weight.device), native=native)
+
+        def layer(x: Any) -> Any:
+            return linear(torch.nn.functional.silu(x), weight, None, scaling)
+
+        call = torch.compile(layer, dynamic=False) if way.compiled else layer
+
+    def both() -> None:
+        x.grad = weight.grad = None
+        call(x).backward(grad)
+
+    with switched(way.switches if way is not None else {}):
+        seconds = timed(both, device == "cuda", options.repeats)
+    return 6.0 * tokens * inputs * outputs / seconds / 1e12
+
+
+def pieces(tokens: int, width: int, options: Any, native: bool) -> dict[str, float]:
+    """Milliseconds of what stands around a product, compiled, and of the product alone."""
+    import torch
+
+    from ridgeline.parallel import float8_ops as ops
+
+    device, cuda = options.device, options.device == "cuda"
+    x = torch.randn(tokens, width, device=device).bfloat16()
+    top = ops.largest(x, False)
+    made, scale = ops.quantise(x, ops.E4M3, top)
+    weight, scale_w = ops.quantise(x[:width], ops.E4M3, top)
+    rows_x, rows_w = (ops.scale_of(ops.largest(v, True), ops.E4M3) for v in (x, x[:width]))
+    turned = torch.compile(lambda v: v.t().contiguous(), dynamic=False)
+    find = torch.compile(lambda v: ops.largest(v, False), dynamic=False)
+    convert = torch.compile(lambda v, t: ops.cast(v, t, ops.E4M3), dynamic=False)
+    bf16 = torch.bfloat16
+    wanted: dict[str, Callable[[], Any]] = {
+        "bf16 product": lambda: x @ x[:width].t(),
+        "fp8 product, fast sums": lambda: ops.product(
+            made, weight, scale, scale_w, bf16, True, native
+        ),
+        "fp8 product": lambda: ops.product(made, weight, scale, scale_w, bf16, False, native),
+        "fp8 product, rows": lambda: ops.product(made, weight, rows_x, rows_w, bf16, True, native),
+        "largest value": lambda: find(x),
+        "cast": lambda: convert(x, top),
+        "turning bytes over": lambda: turned(made),
+        "copy, for comparison": lambda: x.clone(),
+    }
+    found = {}
+    for name, call in wanted.items():
+        try:
+            found[name] = 1e3 * timed(call, cuda, options.repeats)
+        except Exception as error:
+            say(f"{name} FAILED: {first_line(error)}")
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:140]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument(
+        "--budget", type=float, default=85.0, help="seconds; nothing is begun after"
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--only", nargs="*", help="ways whose names begin so")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    begun = time.monotonic()
+    import torch
+
+    from ridgeline.parallel.float8 import has_fp8_products
+
+    device = torch.device(options.device)
+    # A CPU has the product too, slowly, so that the same calls are made.
+    native = device.type == "cpu" or has_fp8_products(device)
+    shapes, checked = SHAPES, (1024, 2048)
+    if options.tiny:
+        shapes, checked, options.tokens, options.repeats = {"wq": (64, 96)}, (64, 64), [64], 2
+    say(f"torch {torch.__version__} on {options.device}, fp8 products: {native}")
+    results: dict[str, Any] = {"torch": torch.__version__, "right": {}, "tflops": {}, "ms": {}}
+
+    def is_late() -> bool:
+        return time.monotonic() - begun > options.budget
+
+    ways = [w for w in WAYS if not options.only or any(w.name.startswith(o) for o in options.only)]
+    rows = []
+    for way in ways:
+        # The first third of the list decides; the rest may take half of the time.
+        if time.monotonic() - begun > 0.55 * options.budget:
+            say(f"no time for {way.name}")
+            continue
+        try:
+            found = errors(way, *checked, options.device, native)
+        except Exception as error:
+            say(f"{way.name}: FAILED: {first_line(error)}")
+            results["right"][way.name] = {"failed": first_line(error)}
+            rows.append((way.name, "failed", *[""] * 6))
+            continue
+        results["right"][way.name] = found
+        parts = [found[name] for name in ("output", "dx", "dw")]
+        rows.append(
+            (
+                way.name,
+                "right" if found["right"] else "WRONG",
+                *(f"{p['error']:.4f}" for p in parts),
+                *(f"{p['zeros']:.1%}" for p in parts),
+            )
+        )
+        say("  ".join(rows[-1]))
+        write_json(options.json, results)
+    right = {name: f.get("right", False) for name, f in results["right"].items()}
+    tokens, first = options.tokens[-1], next(iter(shapes.values()))
+    results["ms"] = pieces(tokens, first[0], options, native)
+    for name, ms in results["ms"].items():
+        say(f"{name}: {ms:.3f} ms ({tokens} x {first[0]})")
+    write_json(options.json, results)
+    speeds = []
+    racing: list[Way | None] = [None, *(way for way in ways if right.get(way.name))]
+    cases = [(tokens, name) for tokens in options.tokens[::-1] for name in list(shapes)[::-1]]
+    # Layer by layer, so that what there is time for is comparable.
+    for tokens, shape_name in cases:
+        shape = shapes[shape_name]
+        key = f"{shape_name} {tokens} x {shape[0]} x {shape[1]}"
+        for way in racing:
+            name = "bf16, compiled" if way is None else way.name
+            if is_late():
+                continue
+            try:
+                rate = speed(way, tokens, shape, options, native)
+            except Exception as error:
+                say(f"{name}: {key} FAILED: {first_line(error)}")
+                continue
+            results["tflops"].setdefault(key, {})[name] = rate
+            base = results["tflops"][key].get("bf16, compiled", rate)
+            speeds.append((key, name, f"{rate:.0f}", f"{rate / base:.2f}"))
+            say(f"{name}: {key}: {rate:.2f} TFLOP/s, {rate / base:.2f} of bf16")
+            write_json(options.json, results)
+    print_table(("way", "", "output", "dx", "dw", "zeros", "dx", "dw"), rows)
+    print_table(("layer", "way", "TFLOP/s", "x bf16"), speeds)
+    say(f"{time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""A state of a climb in a process of its own, run in turns: of a recipe, or of a user's own script.
+
+The process (`candidate.py`, `script_candidate.py`) reads lines of JSON that say how many steps to run and
+answers each with one line. A state that is done with is closed; one that hangs is ended. Used by
+`climb.py`; imports without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ridgeline.config import RunConfig, dump_config
+from ridgeline.doctor.model_look import SCRIPT
+from ridgeline.doctor.remedies.contract import OPTIMIZER, Parts
+from ridgeline.errors import RunError, UsageError
+from ridgeline.launch.env import TUNE
+from ridgeline.layout import Layout
+from ridgeline.train.settings import FIELDS, LoaderSettings, Settings, write_settings
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    rounds: int = 5
+    """Turns of each of two states; more make the noise known better."""
+    steps: int = 10
+    """Timed steps a turn."""
+    warm_up: int = 2
+    """Steps before them in each turn."""
+    check_steps: int = 24
+    """Steps over which losses are compared."""
+    loss_bound: float = 0.005
+    least_gain: float = 0.01
+    timeout_s: float = 1800.0
+    """For one turn, compiling included."""
+    budget_s: float = math.inf
+    """No further remedy is begun after so long."""
+
+
+class Candidate:
+    """A recipe's state in its own process. Compiled code is kept in `cache`, or beside the states."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        folder: Path,
+        effort: Effort,
+        cache: Path | None = None,
+    ) -> None:
+        self.config, self.name = config, name
+        self._effort, self._folder = effort, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._cache = (cache or folder / "compiled").resolve()
+        self.losses: list[float] = []
+        self.turns: list[float] = []
+        self.peak_bytes = 0.0
+        self.tenth_step_s: float | None = None
+        self.last: dict[str, Any] = {}
+        self._log: IO[str] = (folder / f"{name}.log").open("w")
+        self.started = 0.0
+        self._process = self._start()
+
+    def _command(self) -> tuple[list[str], list[str]]:
+        """Variables and arguments of Python."""
+        recipe = self._folder / f"{self.name}.yaml"
+        recipe.write_text(dump_config(_to_measure(self.config, self._effort)), encoding="utf-8")
+        return [], ["-m", "ridgeline.doctor.candidate", str(recipe)]
+
+    def _start(self) -> subprocess.Popen[str]:
+        variables, arguments = self._command()
+        self.started = time.time()
+        return subprocess.Popen(
+            [
+                "env",
+                f"TORCHINDUCTOR_CACHE_DIR={self._cache}",
+                "TORCHINDUCTOR_FX_GRAPH_CACHE=1",
+                *variables,
+                sys.executable,
+                *arguments,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # an interrupt is for the climb, which then ends what it started
+        )
+
+    def run(self, untimed: int, timed: int) -> float:
+        """Seconds a step of one turn; a `RunError` with what the process said when it fails."""
+        answer = self._ask(untimed, timed)
+        if "failed" in answer:
+            raise _Failure(answer["failed"], answer.get("usage", False))
+        self.losses += answer["losses"]
+        self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
+        self.last = answer
+        return float(answer["step_s"])
+
+    def _ask(self, untimed: int, timed: int) -> dict[str, Any]:
+        process, timeout_s = self._process, self._effort.timeout_s
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps({"untimed": untimed, "timed": timed}), file=process.stdin, flush=True)
+            answers = bool(select.select([process.stdout], [], [], timeout_s)[0])
+            line = process.stdout.readline() if answers else ""
+        except BrokenPipeError:
+            answers, line = True, ""
+        if not answers:
+            raise RunError(f"no answer within {timeout_s:.0f} s")
+        if not line:
+            raise RunError(f"its process ended ({process.wait()}); see {self._log.name}")
+        value: dict[str, Any] = json.loads(line)
+        return value
+
+    def check(self, effort: Effort) -> None:
+        """The first steps, of which the losses are compared; the tenth is waited for."""
+        first = min(10, effort.check_steps)
+        self.run(first, 0)
+        self.tenth_step_s = self.last["time"] - self.started if first == 10 else None
+        if effort.check_steps > first:
+            self.run(effort.check_steps - first, 0)
+
+    def parts(self) -> Parts:
+        """The step as its own clock saw it in the last turn."""
+        parts, total = self.last["parts"], self.last["step_s"]
+        waits = parts.get("data_s", 0.0) + parts.get("h2d_s", 0.0)
+        return Parts(
+            step_s=total,
+            data_s=min(waits, total),
+            device_kind=self.last["device"],
+            classes={OPTIMIZER: parts.get("optimizer_s", 0.0)},
+            free_bytes=max(self.last.get("capacity_bytes", 0.0) - self.peak_bytes, 0.0),
+            has_bf16=self.last.get("has_bf16", True),
+        )
+
+    def close(self, wait_s: float = 30.0) -> None:
+        """Let it end by itself for so long, then end it."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its loader's processes too
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+
+class _Failure(RunError):
+    def __init__(self, text: str, usage: bool) -> None:
+        super().__init__(text)
+        self.usage = usage
+        """Whether the user has to change something."""
+
+
+def raise_as_usage(error: RunError) -> None:
+    if getattr(error, "usage", False):
+        raise UsageError(str(error)) from error
+
+
+class ScriptCandidate(Candidate):
+    """A script's state. Its settings stand in a configuration, so that the same remedies serve; after the
+    first steps it says of the script what a recipe would."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        folder: Path,
+        effort: Effort,
+        script: Path,
+        arguments: Sequence[str] = (),
+        plain: bool = False,
+    ) -> None:
+        self._script, self._arguments, self._plain = script, list(arguments), plain
+        super().__init__(config, name, folder, effort)
+
+    def _command(self) -> tuple[list[str], list[str]]:
+        variables = []
+        if not self._plain:
+            file = self._folder / f"{self.name}.yaml"
+            write_settings(script_settings(self.config), file)
+            variables = [f"{TUNE}={file.resolve()}"]
+        command = ["-m", "ridgeline.doctor.script_candidate", str(self._script)]
+        return variables, [*command, *self._arguments]
+
+    def run(self, untimed: int, timed: int) -> float:
+        answer = self._ask(untimed, timed)
+        if answer.get("ended") and self.turns:
+            # It has trained to its end: its losses were compared, so a fresh one can go on being timed.
+            self._process.wait()
+            self._process = self._start()
+            answer = self._ask(max(untimed, 5), timed)
+        if answer.get("ended"):
+            raise _Failure(
+                f"{self._script} ended after {answer['ended']} steps of its optimizer, and "
+                f"{self._effort.check_steps + self._effort.warm_up + self._effort.steps} are "
+                "needed; let it train longer",
+                usage=True,
+            )
+        if "failed" in answer:
+            raise _Failure(answer["failed"], answer.get("usage", False))
+        if self._plain:
+            self.config = _as_seen(self.config, answer)
+        self.losses += answer["losses"]
+        self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
+        self.last = answer
+        return float(answer["step_s"])
+
+
+def script_settings(config: RunConfig) -> Settings:
+    """The part of a configuration that a script can be given from outside."""
+    layout = Layout.parse(config.layout)
+    fields = ",".join(f"{name}={_text(getattr(layout, name))}" for name in FIELDS)
+    loader = LoaderSettings(config.data.workers, config.data.prefetch if config.data.workers else 0)
+    return Settings(fields, config.tune, loader, config.model.channels_last)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _as_seen(config: RunConfig, answer: dict[str, Any]) -> RunConfig:
+    seen = answer["seen"]
+    return dataclasses.replace(
+        config,
+        layout=seen["layout"],
+        model=dataclasses.replace(config.model, name=SCRIPT, args=seen["look"]),
+        data=dataclasses.replace(config.data, workers=seen["workers"], prefetch=2),
+        tune=dataclasses.replace(config.tune, fused_optimizer=seen["fused"]),
+    )
+
+
+def _to_measure(config: RunConfig, effort: Effort) -> RunConfig:
+    """The same training without what is no step: evaluations, checkpoints, and an end."""
+    turns = 1 + 64 * effort.rounds
+    needed = effort.check_steps + turns * (effort.warm_up + effort.steps)
+    steps = max(config.train.steps or 0, needed)
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(
+            config.train, steps=steps, epochs=None, eval_samples=0, eval_every=0, target={}
+        ),
+    )

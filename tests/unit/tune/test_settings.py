@@ -1,0 +1,140 @@
+"""Settings of speed for a loop of the user's own: what is read, what is refused, what it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ridgeline
+from ridgeline.errors import UsageError
+from ridgeline.layout import Layout
+from ridgeline.train.settings import (
+    LoaderSettings,
+    Settings,
+    _fuse,
+    read_settings,
+    with_settings,
+    write_settings,
+)
+from ridgeline.tuning import TuneConfig
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "tune.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    settings = Settings(
+        "precision=bf16,compile=true",
+        TuneConfig(attention="cudnn", fused_optimizer=False, fp8_keep=("a", "b")),
+        LoaderSettings(workers=3, prefetch=4),
+        channels_last=True,
+    )
+    write_settings(settings, tmp_path / "one.yaml", "two\nlines")
+    assert read_settings(tmp_path / "one.yaml") == settings
+    text = (tmp_path / "one.yaml").read_text()
+    assert text.startswith("# two\n# lines\n")
+    assert "fp8_scaling" not in text  # what is as usual is not said
+    assert read_settings(written(tmp_path, "")) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("layout: dp=2", "sets dp"),
+        ("layout: precision=fp9", "fp9"),
+        ("tune: {attention: cudn}", "did you mean 'cudnn'"),
+        ("tune: {loss: chunked}", "script's own code"),
+        ("tune: {weights: bf16}", "script's own code"),
+        ("tune: {loss_chunk: 0}", "too small"),
+        ("loader: {workers: -1}", "below 0"),
+        ("worker: 3", "unknown key worker"),
+        ("[a, b]", "holds no settings"),
+        ("a: [", "is no YAML"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as error:
+        read_settings(written(tmp_path, text))
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="cannot read the settings"):
+        read_settings(tmp_path / "none.yaml")
+
+
+def test_the_file_goes_over_the_scripts_layout() -> None:
+    said = Layout.parse("dp=4,precision=fp32,recompute=full")
+    found = with_settings(said, Settings("precision=bf16,recompute=none"), "file")
+    assert found == Layout.parse("dp=4,precision=bf16")
+
+
+class Pair(nn.Module):
+    """Returns a structure, and says what it computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen = self.conv(x)
+        out = self.head(self.seen.mean((2, 3)))
+        return {"logits": out, "index": out.argmax(1)}
+
+
+def test_a_job_takes_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("layout: precision=fp32\n")
+    path = written(
+        tmp_path,
+        "layout: precision=bf16\nchannels_last: true\nloader: {workers: 1, prefetch: 3}\n",
+    )
+    monkeypatch.setenv("RIDGELINE_TUNE", str(path))
+    job = ridgeline.start(device="cpu", tune=str(other))  # the variable goes before it
+    assert job.layout.precision == "bf16"
+    model = job.parallelize(Pair())
+    assert isinstance(model, Pair)
+    assert type(model).__name__ == "Pair"
+    dataset = torch.utils.data.TensorDataset(torch.randn(8, 3, 6, 6), torch.randint(4, (8,)))
+    loader = job.loader(dataset, batch_size=4)
+    assert (loader._loader.num_workers, loader._loader.prefetch_factor) == (1, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for x, y in loader:
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        out = model(x)
+        assert model.seen.dtype is torch.bfloat16
+        assert out["logits"].dtype is torch.float32  # the script's loss may know no bf16
+        assert out["index"].dtype is torch.int64
+        F.cross_entropy(out["logits"], y).backward()
+        optimizer.step()
+    assert optimizer.param_groups[0]["fused"] is True
+    job.close()
+
+
+def test_only_an_optimizer_that_nobody_decided_on_is_fused() -> None:
+    weight = nn.Parameter(torch.randn(4))
+    weight.grad = torch.ones(4)
+    chosen = torch.optim.Adam([weight], foreach=False)
+    _fuse(chosen)
+    assert not chosen.param_groups[0]["fused"]
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    mine = Mine([weight], lr=0.1)
+    _fuse(mine)
+    assert not mine.param_groups[0]["fused"]
+    started = torch.optim.AdamW([weight], lr=0.1)
+    plain = torch.optim.AdamW([nn.Parameter(weight.detach().clone())], lr=0.1)
+    plain.param_groups[0]["params"][0].grad = torch.ones(4)
+    for step in range(4):
+        if step == 2:
+            _fuse(started)  # in the middle, as after a checkpoint
+        started.step()
+        plain.step()
+    assert started.param_groups[0]["fused"] is True
+    assert torch.allclose(weight, plain.param_groups[0]["params"][0], rtol=1e-6)
