@@ -150,7 +150,8 @@ def _prepare(
     share = (
         _MEMORY_SHARE * 2 * (nodes.count(nodes[meeting.rank]) if meeting.backend == "gloo" else 1)
     )
-    room = -meeting.slowest([-float(_free_bytes(meeting.device) // share)])[0]
+    free = meeting.agree("see its memory", partial(_free_bytes, meeting.device))
+    room = -meeting.slowest([-float(free // share)])[0]
     sizes = tuple(size for size in amounts.sizes if size <= room)
     notes = []
     if len(sizes) < len(amounts.sizes):
@@ -161,13 +162,14 @@ def _prepare(
         )
     num = max(sizes or amounts.sizes[:1]) // _ITEM + meeting.size
 
-    def allocate() -> tuple[Tensor, Tensor]:
-        # Written once: a page that never was is one page of zeros, whatever the size.
-        send, receive = (torch.empty(num, device=meeting.device).fill_(0.0) for _ in range(2))
-        return send, receive
-
-    buffers = meeting.agree("get memory for its buffers", allocate)
+    buffers = meeting.agree("get memory for its buffers", partial(_make_buffers, num, meeting))
     return replace(amounts, sizes=sizes or amounts.sizes[:1]), buffers, notes
+
+
+def _make_buffers(num: int, meeting: Meeting) -> tuple[Tensor, Tensor]:
+    # Written once: a page that never was is one page of zeros, whatever the size.
+    send, receive = (torch.empty(num, device=meeting.device).fill_(0.0) for _ in range(2))
+    return send, receive
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -200,23 +202,25 @@ def _build_cases(
     kinds: Sequence[str],
 ) -> list[list[_Case]]:
     """Cases in lists of growing size; the same lists on every rank."""
-    everyone = meeting.group(tuple(range(meeting.size)))
+    everyone = meeting.everyone
     by_level = {kind.level: kind for kind in groups}
-    mine = {kind.level: kind.of(meeting.rank) for kind in groups}
-    made = {level: meeting.group(ranks) for level, ranks in mine.items() if ranks is not None}
+    made = {kind.level: meeting.group(kind.lists) for kind in groups}
     found: list[list[_Case]] = []
     for kind in groups:
         for collective in kind.collectives:
             row = []
             for num_bytes in amounts.sizes:
                 num = max(kind.size, num_bytes // _ITEM // kind.size * kind.size)
+                group, ranks = made[kind.level], kind.of(meeting.rank)
                 work = None
-                if kind.level in made:
-                    work = _work(collective, buffers, num, made[kind.level], mine[kind.level] or ())
+                if group is not None and ranks is not None:
+                    work = _work(collective, buffers, num, group, ranks)
                 row.append(_Case(_blank(collective, kind, num * _ITEM), work))
             found.append(row)
     if ALL_REDUCE in kinds and is_even(nodes):
         inner, outer = made[NODE], made[ACROSS_AT_ONCE]
+        assert inner is not None
+        assert outer is not None
         row = []
         for num_bytes in amounts.sizes:
             num = max(meeting.size, num_bytes // _ITEM // meeting.size * meeting.size)

@@ -34,7 +34,7 @@ class Meeting:
     device: torch.device
     backend: str
     """Of what is measured."""
-    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
@@ -66,19 +66,28 @@ class Meeting:
                 raise RunError(f"rank {rank} cannot {what}: {told}")
         return value
 
-    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Of these ranks, who alone call this; kept for as long as the process lives, because leaving one
-        can hang."""
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(
-                list(ranks),
+    def group(self, lists: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        """The group of the list that holds this rank; None on ranks of no list. Every rank calls this
+        with the same lists. Groups are kept for as long as the process lives: leaving one can hang."""
+        if lists not in self._groups:
+            # Torch names a group by how many a rank has made before, so those in no list make one too.
+            mine = next((ranks for ranks in lists if self.rank in ranks), (self.rank,))
+            self._groups[lists] = dist.new_group(
+                list(mine),
                 timeout=GROUP_TIMEOUT,
                 backend=self.backend,
                 use_local_synchronization=True,
             )
             # A group's first operation has to be one of all its ranks, before any pair talks.
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[ranks])
-        return self._groups[ranks]
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[lists])
+        return self._groups[lists] if any(self.rank in ranks for ranks in lists) else None
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks, by the backend that is measured."""
+        group = self.group((tuple(range(self.size)),))
+        assert group is not None
+        return group
 
     def time(self, work: Work | None, count: int) -> float:
         """Seconds of one of `count` times this work on this rank, begun together by all ranks; no work is
@@ -88,6 +97,7 @@ class Meeting:
             return 0.0
         if self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            work()  # the barrier is the hosts'; after this the devices begin together too
             begin.record()
             for _ in range(count):
                 work()

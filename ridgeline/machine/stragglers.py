@@ -29,7 +29,7 @@ def measure_pairs(
     meeting: Meeting, nodes: list[int], num_bytes: int, repeats: int
 ) -> list[PairFacts]:
     """One way between ranks, both ways one after the other; pairs of a round at the same time."""
-    group = meeting.group(tuple(range(meeting.size)))
+    group = meeting.everyone
     message = torch.zeros(max(1, num_bytes // 4), device=meeting.device)
     answer = torch.zeros(1, device=meeting.device)
     rounds = rounds_of_pairs(meeting.size, MOST_FOR_ALL_PAIRS)
