@@ -8,6 +8,7 @@ there is said in `source["assumed"]`, which the command prints. Called by `measu
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -200,9 +201,26 @@ def tables_of(rows: Sequence[Row]) -> tuple[Table, ...]:
             if t["seconds"] > 0 and t["size"] > 1:
                 points.setdefault(key, []).append((float(t["num_bytes"]), float(t["seconds"])))
         for key, pairs in points.items():
-            unique = dict(sorted(pairs))
-            found[key] = Table(*key, tuple(unique.items()), str(row.get("backend", "nccl")))
+            rising = not_falling(sorted(dict(pairs).items()))
+            found[key] = Table(*key, rising, str(row.get("backend", "nccl")))
     return tuple(found.values())
+
+
+def not_falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """A larger message does not take less time; where it seems to, that is noise, and neighbours get the
+    mean of their logarithms.
+
+    >>> not_falling([(1, 1.0), (2, 4.0), (4, 1.0), (8, 8.0)])
+    ((1, 1.0), (2, 2.0), (4, 2.0), (8, 8.0))
+    """
+    pools: list[list[float]] = []  # the sum of logarithms, and of how many
+    for _, seconds in points:
+        pools.append([math.log(seconds), 1])
+        while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
+            total, count = pools.pop()
+            pools[-1] = [pools[-1][0] + total, pools[-1][1] + count]
+    level = [math.exp(total / count) for total, count in pools for _ in range(int(count))]
+    return tuple((size, seconds) for (size, _), seconds in zip(points, level, strict=True))
 
 
 def _with_links(machine: Machine, rows: Sequence[Row], like: str) -> tuple[Machine, list[str]]:

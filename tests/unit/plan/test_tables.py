@@ -16,7 +16,7 @@ from ridgeline.errors import UsageError
 from ridgeline.plan.machine import Machine, load_machine
 from ridgeline.plan.measured import load_measured
 from ridgeline.plan.network import Group, algorithms_s, collective_s, point_to_point_s, ring_s
-from ridgeline.plan.own_machine import link_of, tables_of
+from ridgeline.plan.own_machine import link_of, not_falling, tables_of
 from ridgeline.plan.tables import Table, carried_s, measured_pair_s, measured_s
 
 SIZES = [float(1 << power) for power in range(10, 31, 2)]
@@ -310,6 +310,17 @@ def test_the_newest_of_equal_groups_counts_and_links_are_like_tables() -> None:
     link = link_of(tables, False, 2)
     assert link is not None
     assert link.bandwidth * link.pair_efficiency == pytest.approx(2e10 / 2, rel=0.05)
+
+
+def test_noise_that_makes_larger_messages_quicker_is_evened_out() -> None:
+    steady = [(b, ring("all_reduce", 4, b)) for b in SIZES]
+    assert dict(not_falling(steady)) == pytest.approx(dict(steady))
+    seconds = [
+        s for _, s in not_falling([(1.0, 9.0), (2.0, 1.0), (4.0, 3.0), (8.0, 2.0), (16.0, 50.0)])
+    ]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] == pytest.approx(50.0)
+    assert math.prod(seconds) == pytest.approx(9 * 1 * 3 * 2 * 50)
 
 
 @pytest.mark.parametrize(
