@@ -155,7 +155,6 @@ def network(
     from ridgeline.cli_network import Asked, measure_here, start_ranks
     from ridgeline.launch.env import read_rank_env
 
-    require_torch("`ridgeline machine network`")
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device {device!r} is not one of cuda, cpu and auto")
     asked = Asked(
@@ -175,6 +174,7 @@ def network(
                 f"-n {num} starts ranks, and this is one of {env.world_size} that {env.source} has "
                 "started; leave -n out"
             )
+        require_torch("`ridgeline machine network`")
         measure_here(asked, env, _bar)
         return
     if num is None:
@@ -186,6 +186,7 @@ def network(
         from ridgeline.machine.record import check_writable
 
         check_writable(out)
+    require_torch("`ridgeline machine network`")
     given = (("--sizes", sizes), ("--collectives", collectives), ("--device", device))
     given_files = (("--out", out), ("--picture", picture))
     words = [w for k, v in (*given, *given_files) if v is not None for w in (k, str(v))]

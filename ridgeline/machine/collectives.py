@@ -54,6 +54,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _ITEM = 4
 _MOST_COUNT = 200
 _LEAST_REPEATS = 3
+_START_BYTES = 1 << 20
 _MEMORY_SHARE = 4
 """Both buffers of all ranks of a node take at most one of so many parts of what is free there."""
 
@@ -351,13 +352,16 @@ def _calibrate(
     for number, row in enumerate(rows):
         for place, case in enumerate(row):
             meeting.time(case.work, 1)
-            first = meeting.slowest([meeting.time(case.work, 1)])[0]
+            # The better of two: one that a neighbour has hit says nothing of the next size.
+            first = min(meeting.slowest([meeting.time(case.work, 1) for _ in range(2)]))
             case.count = min(max(int(amounts.timed_s / max(first, 1e-9)), 1), _MOST_COUNT)
             often = int(amounts.budget_s / max(first * case.count, 1e-9))
             case.repeats = min(max(often, _LEAST_REPEATS), amounts.repeats)
             kept.append(case)
             larger = row[place + 1 :]
-            growth = larger[0].timing.num_bytes / case.timing.num_bytes if larger else 0.0
+            # The time of a small message is its start, which does not grow.
+            counted = max(case.timing.num_bytes, _START_BYTES)
+            growth = larger[0].timing.num_bytes / counted if larger else 0.0
             if larger and 0.8 * growth * first > amounts.longest_s:
                 t = case.timing
                 notes.append(

@@ -35,6 +35,9 @@ LEVELS: Final = {
 
 TOP_SHARE: Final = 0.9
 """Of the top bus bandwidth: where a message counts as large enough."""
+LEVEL: Final = 1.2
+"""A largest size that gains more than this on the one before is not near the top. Of a start and a rate,
+and sizes that grow fourfold, one that gains less is at 93 % or more."""
 SLOW_RANK: Final = 1.25
 """A rank that takes so many times as long as the others do for the same work is named."""
 SLOW_PAIR: Final = 1.5
@@ -183,7 +186,7 @@ def enough_bytes(timings: Sequence[Timing], share: float = TOP_SHARE) -> float |
     wanted = share * top_bus(timings)
     if len(timings) < 2 or timings[-1].bus_bytes_per_s < wanted:
         return None
-    if timings[-1].bus_bytes_per_s > 1.1 * timings[-2].bus_bytes_per_s:
+    if timings[-1].bus_bytes_per_s > LEVEL * timings[-2].bus_bytes_per_s:
         return None  # it has not been seen to level off
     first = len(timings) - 1
     while first > 0 and timings[first - 1].bus_bytes_per_s >= wanted:

@@ -23,6 +23,8 @@ _MESSAGES = 4
 _WORK_S = 3e-3
 _SIZE = {"cuda": 1024, "cpu": 96}
 _LEAST_TURNS = 9
+_PAIR_TURNS = 15
+"""Before the shortest time of a pair is taken for what its link can do."""
 
 
 def measure_pairs(
@@ -34,7 +36,7 @@ def measure_pairs(
     answer = torch.zeros(1, device=meeting.device)
     rounds = rounds_of_pairs(meeting.size, MOST_FOR_ALL_PAIRS)
     mine: dict[tuple[int, int], list[float]] = {}
-    for turn in range(repeats + 1):
+    for turn in range(max(repeats, _PAIR_TURNS) + 1):
         for pairs in rounds:
             for back in (False, True):
                 ways = [(b, a) if back else (a, b) for a, b in pairs]

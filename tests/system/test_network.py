@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +59,33 @@ def test_a_slow_link_limits_collectives_and_is_named_with_its_direction(throttle
     assert lopsided is not None
     assert worst[0].target == lopsided[0].target == SLOW - 1
     assert lopsided[1] > 1.5
+
+
+QUICK = ("--sizes", "16KB,256KB", "--quick", "--device", "cpu", "--collectives", "all_reduce,pair")
+
+
+def test_ranks_that_srun_has_started_on_two_nodes(slurm: Any) -> None:
+    command = [
+        "srun",
+        "-N2",
+        "--ntasks-per-node=2",
+        *ridgeline("machine", "network", *QUICK, "--json"),
+    ]
+    done = slurm.run(command, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = network_from_dict(json.loads(done.stdout))
+    assert facts.ranks_per_node == (2, 2)
+    levels = {(t.collective, t.level) for t in facts.timings}
+    assert {("all_reduce_by_levels", "all"), ("all_reduce", "across_at_once")} <= levels
+    assert ("pairs_at_once", "between") in levels
+
+
+def test_ranks_that_ridgeline_launch_has_started(hosts: Any, tmp_path: Path) -> None:
+    options = ["--scheduler", "ssh", "--hosts", "host1,host2", "--ssh-command", hosts.rsh]
+    options += ["--folder", tmp_path / "job", "--"]
+    measure = ridgeline("machine", "network", *QUICK, "--out", tmp_path / "machine.json")
+    done = hosts.run(0, ridgeline("launch", *options, *measure), timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 ranks on 2 nodes (1, 1 ranks), gloo") == 1
+    rows = json.loads((tmp_path / "machine.json").read_text())["network"]
+    assert [row["hosts"] for row in rows] == [["host1", "host2"]]
