@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,6 +42,7 @@ from ridgeline.machine.links import (
     sizes_between,
 )
 from ridgeline.machine.meeting import Meeting, Work
+from ridgeline.machine.room import free_memory
 from ridgeline.machine.stragglers import measure_pairs, measure_work
 
 Tell = Callable[[str, float], None]
@@ -176,7 +176,7 @@ def _make_buffers(num: int, meeting: Meeting) -> tuple[Tensor, Tensor]:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return free_memory()
 
 
 def _shared_cores(meeting: Meeting, nodes: list[int]) -> list[str]:

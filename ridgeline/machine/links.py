@@ -180,24 +180,22 @@ def top_bus(timings: Iterable[Timing]) -> float:
 
 
 def enough_bytes(timings: Sequence[Timing], share: float = TOP_SHARE) -> float | None:
-    """The smallest message from which on the bus bandwidth stays at `share` of its top, between the sizes
-    that were measured; None where fewer than two were, or where the largest still gains."""
+    """The smallest message that reaches `share` of the top bus bandwidth, between the sizes that were
+    measured; None where fewer than two were, or where the largest still gains. One size that is out of
+    line with those beside it is not believed."""
     timings = sorted(timings, key=lambda t: t.num_bytes)
-    wanted = share * top_bus(timings)
-    if len(timings) < 2 or timings[-1].bus_bytes_per_s < wanted:
+    rates = [t.bus_bytes_per_s for t in timings]
+    if len(rates) < 2 or rates[-1] > LEVEL * rates[-2]:
         return None
-    if timings[-1].bus_bytes_per_s > LEVEL * timings[-2].bus_bytes_per_s:
-        return None  # it has not been seen to level off
-    first = len(timings) - 1
-    while first > 0 and timings[first - 1].bus_bytes_per_s >= wanted:
-        first -= 1
+    middles = [statistics.median(rates[i - 1 : i + 2]) for i in range(1, len(rates) - 1)]
+    smooth = [min(rates[:2]), *middles, rates[-1]]
+    wanted = share * max(smooth)
+    first = next(i for i, rate in enumerate(smooth) if rate >= wanted)
     if first == 0:
         return float(timings[0].num_bytes)
-    low, high = timings[first - 1], timings[first]
-    way = math.log(wanted / low.bus_bytes_per_s) / math.log(
-        high.bus_bytes_per_s / low.bus_bytes_per_s
-    )
-    return float(low.num_bytes * (high.num_bytes / low.num_bytes) ** way)
+    low, high = timings[first - 1].num_bytes, timings[first].num_bytes
+    way = math.log(wanted / smooth[first - 1]) / math.log(smooth[first] / smooth[first - 1])
+    return float(low * (high / low) ** way)
 
 
 def bucket_mb(facts: NetworkFacts) -> float | None:

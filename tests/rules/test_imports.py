@@ -76,6 +76,7 @@ TORCH_FREE = (
     "ridgeline.machine.roofline",
     "ridgeline.machine.link_show",
     "ridgeline.machine.groups",
+    "ridgeline.machine.room",
     "ridgeline.cli_shared",
     "ridgeline.cli_checkpoint",
     "ridgeline.data.pack",

@@ -37,6 +37,7 @@ from ridgeline.machine.links import (
     wins_from,
 )
 from ridgeline.machine.record import add_network, add_storage, read_machine, read_network
+from ridgeline.machine.room import free_memory
 
 SIZES = [1 << power for power in range(10, 31, 4)]
 
@@ -113,16 +114,17 @@ def test_no_bucket_is_named_while_larger_ones_still_gain() -> None:
     assert enough_bytes(rising) is None
     assert enough_bytes(rising[:1]) is None
     assert "measure larger ones" in " ".join(conclusions(replace(FACTS, timings=tuple(rising))))
-    level = [Timing("all_reduce", ALL, 4, 2, 1, b, b / 1e9) for b in (1000, 4000)]
-    assert enough_bytes(level) == 1000
+    even = [Timing("all_reduce", ALL, 4, 2, 1, b, b / 1e9) for b in (1000, 4000)]
+    assert enough_bytes(even) == 1000
 
 
-def test_a_dip_below_the_share_moves_the_bucket_up() -> None:
-    seconds = {1000: 1.0e-6, 4000: 8.0e-6, 16000: 16.0e-6, 64000: 64e-6}
-    rows = [Timing("broadcast", ALL, 4, 2, 1, b, s) for b, s in seconds.items()]
+def test_one_size_that_is_out_of_line_does_not_move_the_bucket() -> None:
+    rates = {1000: 1e8, 4000: 4e8, 16000: 9e9, 64000: 9e8, 256000: 1e9, 1024000: 1e9}
+    rows = [Timing("broadcast", ALL, 4, 2, 1, b, b / rate) for b, rate in rates.items()]
     enough = enough_bytes(rows)
     assert enough is not None
-    assert 4000 < enough <= 16000
+    assert 4000 < enough < 64000
+    assert enough_bytes(rows[:3]) is None  # the last one still gains
 
 
 def test_levels_win_from_the_size_where_they_stay_ahead() -> None:
@@ -261,6 +263,29 @@ def test_many_ranks_have_few_rounds() -> None:
     for pairs in rounds:
         assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
     assert rounds_of_pairs(1, 16) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "top", "names"),
+    [
+        ("0::/job/step", "", ("memory.max", "memory.current")),
+        ("4:cpu,memory:/job/step", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ],
+)
+def test_a_job_has_the_memory_it_was_given(
+    tmp_path: Path, line: str, top: str, names: tuple[str, str]
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"9:devices:/x\n{line}\n")
+    job = tmp_path / "fs/cgroup" / top / "job"
+    (job / "step").mkdir(parents=True)
+    (job / "step" / names[0]).write_text("max\n")
+    assert free_memory(tmp_path, tmp_path) > 1_000_000
+    (job / names[0]).write_text("700000\n")
+    (job / names[1]).write_text("100000\n")
+    assert free_memory(tmp_path, tmp_path) == 600_000
+    (job / names[1]).write_text("900000\n")
+    assert free_memory(tmp_path, tmp_path) == 0
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
