@@ -199,14 +199,14 @@ def enough_bytes(timings: Sequence[Timing], share: float = TOP_SHARE) -> float |
 
 
 def bucket_mb(facts: NetworkFacts) -> float | None:
-    """What `ddp.bucket_mb` should be for all ranks as replicas: `enough_bytes`, rounded up to a number with
-    one digit. Larger ones reduce no faster, and the last of a backward is waited for longer."""
+    """What `ddp.bucket_mb` should be for all ranks as replicas: `enough_bytes`, rounded up to half a
+    digit (4, 4.5, 5, ..., 10, 15, 20). Larger ones reduce no faster, and the last of a backward is waited for longer."""
     enough = enough_bytes(facts.of(ALL_REDUCE, ALL))
     if enough is None:
         return None
     mb = max(enough / _MIB, 0.001)
-    digit = 10.0 ** math.floor(math.log10(mb))
-    return math.ceil(mb / digit - 1e-9) * digit
+    step = 10.0 ** math.floor(math.log10(mb)) / 2
+    return math.ceil(mb / step - 1e-9) * step
 
 
 def wins_from(facts: NetworkFacts) -> int | None:
