@@ -2,7 +2,8 @@
 
 `storage` says what the file systems are good for: what `dd` tells of large and small writes, and what it
 does not tell of small files, random reads and many readers; it needs no torch, so that it works on a login
-node. `compute` says what a device reaches, and draws its roofline. Added to the app by `cli.py`.
+node. `compute` says what a device reaches, and draws its roofline. `network` says what ranks reach between
+them (`cli_network.py` gets the ranks). Added to the app by `cli.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ridgeline.cli_shared import ended_in_order, require_torch
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import RunError, UsageError, unknown_word
 
 if TYPE_CHECKING:
     from ridgeline.facts import StorageFacts
@@ -122,6 +123,109 @@ def compute(
 
         show_compute(facts, lines)
     _keep_compute(facts, out, picture, as_json)
+
+
+@machine_app.command()
+def network(
+    num: Annotated[
+        int | None,
+        typer.Option("-n", min=2, help="Start so many ranks here; else join those around."),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="1KB..1GB (each 4 times the one before; *2 after it: twice), or a list."),
+    ] = None,
+    collectives: Annotated[
+        str | None, typer.Option(help="A list of all_reduce, all_gather, ..., pair; default all.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto.")] = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer repetitions; on a CPU up to 16MB.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Add what was measured to this machine.json.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw bus bandwidth against size into this SVG.")
+    ] = None,
+    accounts: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure collectives between ranks: what the planner reckons with, and who is slow."""
+    from ridgeline.cli_network import Asked, measure_here, start_ranks
+    from ridgeline.launch.env import read_rank_env
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device {device!r} is not one of cuda, cpu and auto")
+    asked = Asked(
+        sizes=None if sizes is None else read_sizes(sizes),
+        collectives=_collectives(collectives),
+        device=device,
+        quick=quick,
+        as_json=as_json,
+        out=out,
+        picture=picture,
+        accounts=accounts,
+    )
+    env = read_rank_env()
+    if env.world_size > 1:
+        if num is not None:
+            raise UsageError(
+                f"-n {num} starts ranks, and this is one of {env.world_size} that {env.source} has "
+                "started; leave -n out"
+            )
+        require_torch("`ridgeline machine network`")
+        measure_here(asked, env, _bar)
+        return
+    if num is None:
+        raise UsageError(
+            "one process has nobody to talk to; start ranks here with -n 4, or this command on the ranks "
+            "of a job: srun, mpirun, torchrun, or `ridgeline launch -- ridgeline machine network`"
+        )
+    if out is not None:
+        from ridgeline.machine.record import check_writable
+
+        check_writable(out)
+    require_torch("`ridgeline machine network`")
+    given = (("--sizes", sizes), ("--collectives", collectives), ("--device", device))
+    given_files = (("--out", out), ("--picture", picture))
+    words = [w for k, v in (*given, *given_files) if v is not None for w in (k, str(v))]
+    start_ranks(num, [*words, *["--quick"] * quick, *["--json"] * as_json])
+
+
+def read_sizes(text: str, place: str = "--sizes") -> tuple[int, ...]:
+    """Sizes of messages in bytes, in growing order.
+
+    >>> read_sizes("1KB..16KB"), read_sizes("1KB..4KB*2"), read_sizes("1MB,4KB")
+    ((1024, 4096, 16384), (1024, 2048, 4096), (4096, 1048576))
+    """
+    from ridgeline.machine.links import sizes_between
+
+    if ".." not in text:
+        return tuple(sorted({parse_size(part, place) for part in text.split(",")}))
+    span, _, factor = text.partition("*")
+    low, _, high = span.partition("..")
+    first, last = parse_size(low, place), parse_size(high, place)
+    if first > last or (factor and (not factor.isdigit() or int(factor) < 2)):
+        raise UsageError(
+            f"{text!r} in {place} is no range of sizes; write it as 1KB..1GB or 1KB..1GB*2"
+        )
+    return sizes_between(first, last, int(factor or 4))
+
+
+def _collectives(text: str | None) -> tuple[str, ...]:
+    from ridgeline.machine.links import COLLECTIVES, PAIR
+
+    known = (*COLLECTIVES, PAIR)
+    if text is None:
+        return known
+    names = [part.strip().replace("-", "_") for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in known:
+            raise unknown_word("collective", name, known, "--collectives")
+    if not names:
+        raise UsageError(f"{text!r} in --collectives names none of {', '.join(known)}")
+    return tuple(name for name in known if name in names)
 
 
 def _sweep(

@@ -94,6 +94,8 @@ def best(
         from ridgeline.plan.measured import load_measured
 
         place = load_measured(Path(machine))
+        if place.source.get("assumed"):
+            typer.echo(f"assumed of {place.name}: {place.source['assumed']}", err=True)
     else:
         place = load_machine(machine)
     place = place.replace(price_per_device_hour=price)

@@ -12,7 +12,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -147,6 +149,7 @@ def measure_compute(
         device_name=device_name(device),
         time=time.time(),
         num_threads=torch.get_num_threads(),
+        **_size(device),
         peak_flops=peaks,
         products=tuple(products),
         copy_bytes_per_s=copy,
@@ -157,6 +160,13 @@ def measure_compute(
         notes=tuple(notes),
         **link,
     )
+
+
+def _size(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return {"device_memory_bytes": found.total_memory, "num_sms": found.multi_processor_count}
+    return {"device_memory_bytes": psutil.virtual_memory().total}
 
 
 def device_name(device: torch.device) -> str:

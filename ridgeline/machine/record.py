@@ -15,6 +15,7 @@ from typing import Any
 
 from ridgeline.errors import UsageError
 from ridgeline.facts import StorageFacts
+from ridgeline.machine.links import NETWORK, NetworkFacts, network_from_dict
 from ridgeline.machine.roofline import COMPUTE, ComputeFacts, compute_from_dict
 
 STORAGE = "storage"
@@ -34,7 +35,7 @@ def read_machine(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path} of --out holds no JSON ({error}); name another file, or remove it"
         ) from error
-    lists = (STORAGE, COMPUTE)
+    lists = (STORAGE, COMPUTE, NETWORK)
     if not isinstance(found, dict) or any(not isinstance(found.get(k, []), list) for k in lists):
         raise UsageError(
             f"{path} of --out holds JSON of another kind than a machine.json; name another file"
@@ -82,6 +83,27 @@ def read_compute(path: Path, host: str, device_kind: str, device_name: str) -> C
     if not rows:
         return None
     return compute_from_dict(([row for row in rows if row.get("host") == host] or rows)[-1])
+
+
+def add_network(path: Path, facts: NetworkFacts) -> None:
+    """Put the facts under `network`, in the place of older ones of the same ranks on the same hosts."""
+    row = json.loads(json.dumps(facts.to_dict()))
+    whole = read_machine(path)
+    kept = [old for old in whole.get(NETWORK, []) if _ranks(old) != _ranks(row)]
+    _write_json(path, {**whole, NETWORK: [*kept, row]})
+
+
+def read_network(path: Path) -> list[NetworkFacts]:
+    """All that was measured between ranks, oldest first."""
+    rows = read_machine(path).get(NETWORK, [])
+    return [network_from_dict(row) for row in rows if isinstance(row, dict)]
+
+
+def _ranks(row: Any) -> tuple[Any, ...]:
+    if not isinstance(row, dict):
+        return ()
+    keys = ("hosts", "ranks_per_node", "backend", "device_name")
+    return tuple(str(row.get(key)) for key in keys)
 
 
 def _device(row: Any) -> tuple[Any, ...]:

@@ -71,6 +71,10 @@ class ComputeFacts:
     time: float
     num_threads: int
     """Of this process; a CPU's figures hold for as many."""
+    device_memory_bytes: int | None = None
+    """Of a GPU; of a CPU the node's."""
+    num_sms: int | None = None
+    """Multiprocessors of a GPU."""
     peak_flops: dict[str, float] = field(default_factory=dict)
     """The best over the shapes, per precision."""
     products: tuple[Product, ...] = ()

@@ -1,8 +1,9 @@
 """Machines in numbers: a device, the node around it and the links between nodes, from spec sheets.
 
 A profile is a YAML file under `machines/`, shipped with the package; each value that is not on a data
-sheet has its source beside it. A measured `machine.json` (see `measured.py`) replaces rates by what was
-seen. Read by `kernels.py`, `network.py` and `memory.py`; `load_machine` is what commands call.
+sheet has its source beside it. What was measured (see `measured.py`) takes the place of rates, and tables
+of collectives that of links. Read by `kernels.py`, `network.py` and `memory.py`; `load_machine` is what
+commands call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final
 import yaml
 
 from ridgeline.errors import UsageError, unknown_word
+from ridgeline.plan.tables import Table
 
 MACHINES: Final = Path(__file__).parent / "machines"
 
@@ -88,22 +90,42 @@ class Machine:
     skew: float = 0.0
     """By how much the slowest of many devices is slower than the mean."""
     price_per_device_hour: float = 0.0
+    storage_bandwidth: float = 0.0
+    """Bytes a second that a node reads from storage; 0: not known."""
+    host_link_bandwidth: float = 0.0
+    """Bytes a second between a device and its host; 0: not known."""
+    tables: tuple[Table, ...] = ()
+    """Collectives as they were measured, which count before the links."""
     source: dict[str, str] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.devices_per_node))
 
     def replace(self, **changes: Any) -> Machine:
-        """The same machine with some values changed; dots go inside, as in `inter.bandwidth`."""
+        """The same machine with some values changed; dots go inside, as in `inter.bandwidth`. What was
+        measured of a link does not hold for another one, and goes."""
         machine = self
         for name, value in changes.items():
             head, _, tail = name.partition(".")
             if tail:
                 inner = dataclasses.replace(getattr(machine, head), **{tail: value})
                 machine = dataclasses.replace(machine, **{head: inner})
+                gone = {"intra": _inside, "inter": _between}.get(head)
+                if gone is not None and machine.tables:
+                    kept = tuple(table for table in machine.tables if not gone(table))
+                    machine = dataclasses.replace(machine, tables=kept)
             else:
                 machine = dataclasses.replace(machine, **{head: value})
         return machine
+
+
+def _inside(table: Table) -> bool:
+    return table.per_node > 1
+
+
+def _between(table: Table) -> bool:
+    """Pairs are of two ranks, which are on two nodes where they do not share one."""
+    return table.nodes > 1
 
 
 def machine_names() -> list[str]:

@@ -1,8 +1,9 @@
 """A machine whose device was measured: rates of kernels in place of those of the data sheet.
 
-`benchmarks/gpu_plan_runs.py` times products of many shapes, attention, copies and launches. Here the few
-parameters of the device model are fitted to them: nothing of a training run is used. `load_measured` starts
-from the shipped profile of the same device, for what one device cannot tell: links, prices.
+`ridgeline machine compute|network|storage --out machine.json` measures a machine (`own_machine.py` reads
+that); `benchmarks/gpu_plan_runs.py` times a GPU's products of many shapes, attention, copies and launches.
+Here the few parameters of the device model are fitted to products: nothing of a training run is used.
+`load_measured` takes both kinds of files; what one device cannot tell is from the shipped profile of it.
 """
 
 from __future__ import annotations
@@ -18,40 +19,39 @@ from typing import Any, Final
 from ridgeline.errors import UsageError
 from ridgeline.plan.kernels import flash_s, gemm_s
 from ridgeline.plan.machine import Device, Machine, load_machine
+from ridgeline.plan.own_machine import PROFILES, is_machine_file, machine_from_file, profile_of
 
-PROFILES: Final = {
-    "H200": "h200",
-    "H100": "h100",
-    "A100": "selene",
-    "GB200": "gb200",
-    "V100": "summit",
-}
-"""Shipped profiles by what the device's own name contains."""
 KERNELS_A_LINEAR: Final = 3.4
 """Kernels of a small linear layer's forward and backward under autocast, its share of casts included."""
+_MAKE: Final = "ridgeline machine compute --out machine.json measures a machine"
 _LEAST_BYTES: Final = 200e6
 """Copies smaller than this time their start and caches, not memory."""
 
 
 def load_measured(path: Path) -> Machine:
-    """The machine that a file of measured rates is of."""
+    """The machine that a file of measured rates, or a `machine.json`, is of."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        rates = content.get("rates", content)
-        name = str(rates["device_name"])
     except OSError as error:
         raise UsageError(f"cannot read {path} of --machine ({error.strerror})") from error
-    except (ValueError, KeyError, AttributeError) as error:
+    except ValueError as error:
+        raise UsageError(f"{path} of --machine holds no JSON ({error}); {_MAKE}") from error
+    try:
+        if is_machine_file(content):
+            return machine_from_file(content, fit_products)
+        rates = content.get("rates", content)
+        name = str(rates["device_name"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} of --machine has no measured rates ({error}); benchmarks/gpu_plan_runs.py makes them"
+            f"{path} of --machine has no measured rates ({error!r}); {_MAKE}"
         ) from error
-    for words, profile in PROFILES.items():
-        if words in name:
-            return machine_from_rates(load_machine(profile), rates)
-    raise UsageError(
-        f"{path} of --machine was measured on {name}, which has no profile; there are profiles for "
-        f"{', '.join(PROFILES)}"
-    )
+    profile = profile_of(name)
+    if profile is None:
+        raise UsageError(
+            f"{path} of --machine was measured on {name}, which has no profile; there are profiles for "
+            f"{', '.join(PROFILES)}: measure it with ridgeline machine compute --out machine.json"
+        )
+    return machine_from_rates(load_machine(profile), rates)
 
 
 def machine_from_rates(base: Machine, rates: Mapping[str, Any]) -> Machine:

@@ -1,19 +1,21 @@
-"""Time of communication: alpha-beta collectives on the link level they run over.
+"""Time of communication: rings, trees and levels over the links, or what was measured of them.
 
 A group of ranks is described by how many there are and how many of them share a node. Inside a node the
 ring runs over the devices' own links. Between nodes every node's NICs are shared by the groups that cross
-it at the same time. Called by `layer.py` and `time.py`.
+it at the same time. Where the machine's own collectives were measured (`tables.py`), those count. Called by
+`layer.py` and `time.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 
 from ridgeline.plan.machine import Link, Machine
+from ridgeline.plan.tables import TREE, measured_pair_s, measured_s
 
 PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """How often each byte goes around a ring."""
-
 
 PARTIAL = 0.3
 """What rings that have some but not all devices of a node get of their share of its NICs: such a ring
@@ -44,15 +46,67 @@ def collective_s(machine: Machine, kind: str, num_bytes: float, group: Group) ->
     """Seconds of a collective over tensors of so many bytes in all (of the result of a gather)."""
     if group.size <= 1 or num_bytes <= 0:
         return 0.0
+    if machine.tables:
+        sizes = (group.size, group.per_node)
+        found = measured_s(machine.tables, machine.devices_per_node, kind, num_bytes, *sizes)
+        if found is not None:
+            return found
+    return min(algorithms_s(machine, kind, num_bytes, group).values())
+
+
+def algorithms_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> dict[str, float]:
+    """Seconds by each algorithm that a library has for it, of which it takes the best: rings for large
+    messages, between nodes trees for small ones, and level by level for whole nodes.
+
+    NCCL 2.28 chooses in the same way (`src/graph/tuning.cc`): a ring of n has 2 (n - 1) steps for an
+    all-reduce, a tree twice the logarithm of the nodes and the devices of a node as a chain, at 0.92 of
+    the ring's bus bandwidth.
+    """
     if kind == "broadcast":
-        return point_to_point_s(machine, num_bytes, group.nodes > 1)
+        return {"chain": _broadcast_s(machine, num_bytes, group)}
+    found = {"ring": ring_s(machine, kind, num_bytes, group)}
+    if group.nodes > 1 and kind == "all_reduce":
+        found["tree"] = tree_s(machine, num_bytes, group)
+    whole = 1 < group.per_node == machine.devices_per_node and group.size % group.per_node == 0
+    if group.nodes > 1 and whole:  # libraries build this for whole nodes only
+        found["levels"] = levels_s(machine, kind, num_bytes, group)
+    return found
+
+
+def ring_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
     passes, n = PASSES[kind], group.size
-    through = passes * num_bytes * (n - 1) / n
+    through = passes * num_bytes * (n - 1) / n / ring_bandwidth(machine, group)
     if group.nodes == 1:
-        return through / ring_bandwidth(machine, group) + _start_s(machine.intra, passes, n)
-    ring = through / ring_bandwidth(machine, group)
-    best = ring + _start_s(machine.inter, passes, group.nodes)
-    return min(best, _hierarchical_s(machine, kind, num_bytes, group))
+        return through + _start_s(machine.intra, passes, n)
+    return through + _start_s(machine.inter, passes, group.nodes)
+
+
+def tree_s(machine: Machine, num_bytes: float, group: Group) -> float:
+    """An all-reduce up a binary tree of nodes and down again; its two halves use links both ways."""
+    through = 2.0 * num_bytes / (TREE * ring_bandwidth(machine, group))
+    hops = ceil(log2(group.nodes)) * machine.inter.step_s
+    chain = (group.per_node - 1) * machine.intra.step_s
+    return through + machine.inter.latency_s + 2.0 * (hops + chain)
+
+
+def levels_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
+    """Inside the node, then each device with its peers of the other nodes, then inside again."""
+    inner, outer = Group(group.per_node, group.per_node), Group(group.nodes, 1)
+    across = collective_s(machine, kind, num_bytes / group.per_node, outer)
+    if kind == "all_reduce":
+        inside = 2.0 * collective_s(machine, "all_gather", num_bytes, inner)
+    else:
+        inside = collective_s(machine, kind, num_bytes, inner)
+    return across + inside
+
+
+def _broadcast_s(machine: Machine, num_bytes: float, group: Group) -> float:
+    """Pieces go from rank to rank, so that the whole takes little longer than one hop."""
+    link, members = (
+        (machine.intra, group.size) if group.nodes == 1 else (machine.inter, group.nodes)
+    )
+    sent = point_to_point_s(machine, num_bytes, group.nodes > 1)
+    return sent + link.latency_s + (members - 2) * link.step_s
 
 
 def ring_bandwidth(machine: Machine, group: Group) -> float:
@@ -69,26 +123,17 @@ def ring_bandwidth(machine: Machine, group: Group) -> float:
     return min(inside, across) if group.per_node > 1 else across
 
 
-def _hierarchical_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
-    """Inside the node, then each device with its peers of the other nodes, then inside again."""
-    whole = 1 < group.per_node == machine.devices_per_node
-    if not whole or group.size % group.per_node:
-        return float("inf")  # libraries build this for whole nodes only
-    inner, outer = Group(group.per_node, group.per_node), Group(group.nodes, 1)
-    across = collective_s(machine, kind, num_bytes / group.per_node, outer)
-    if kind == "all_reduce":
-        inside = 2.0 * collective_s(machine, "all_gather", num_bytes, inner)
-    else:
-        inside = collective_s(machine, kind, num_bytes, inner)
-    return across + inside
-
-
 def _start_s(link: Link, passes: float, members: int) -> float:
     return link.latency_s + passes * (members - 1) * link.step_s
 
 
 def point_to_point_s(machine: Machine, num_bytes: float, crosses_nodes: bool) -> float:
     """Seconds for one device to send to another; between nodes it has its share of the NICs."""
+    if machine.tables:
+        devices = machine.devices_per_node
+        found = measured_pair_s(machine.tables, devices, num_bytes, crosses_nodes)
+        if found is not None:
+            return found
     if not crosses_nodes:
         link = machine.intra
         return num_bytes / (link.bandwidth * link.pair_efficiency) + link.step_s

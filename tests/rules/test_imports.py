@@ -40,7 +40,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("scaling", "search", "export", "report"),
     ("compat",),
     ("cli_shared",),
-    ("cli_jobs",),
+    ("cli_jobs", "cli_network"),
     ("cli_checkpoint", "cli_data", "cli_doctor", "cli_launch", "cli_machine", "cli_plan"),
     ("cli",),
 ]
@@ -74,6 +74,9 @@ TORCH_FREE = (
     "ridgeline.machine.record",
     "ridgeline.machine.show",
     "ridgeline.machine.roofline",
+    "ridgeline.machine.link_show",
+    "ridgeline.machine.groups",
+    "ridgeline.machine.room",
     "ridgeline.cli_shared",
     "ridgeline.cli_checkpoint",
     "ridgeline.data.pack",
@@ -86,6 +89,7 @@ TORCH_FREE = (
     "ridgeline.cli_jobs",
     "ridgeline.cli_launch",
     "ridgeline.cli_machine",
+    "ridgeline.cli_network",
     "ridgeline.cli_plan",
     "ridgeline.cli",
 )
