@@ -25,6 +25,7 @@ TIME_PARTS = {
     "optimizer": "optimizer",
     "other": "once a step",
     "pressure": "nearly full memory",
+    "stragglers": "waiting for the slowest device",
 }
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working", "buffers",
                 "rounding", "context")  # fmt: skip

@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
 from typing import Final
 
 from ridgeline.plan.job import Job
@@ -17,6 +20,9 @@ from ridgeline.plan.own import is_half, own_ends, own_layer, own_recompute
 from ridgeline.plan.schedule import play
 
 OWN: Final = "ridgeline"
+Times = list[list[float]]
+"""Seconds of a microbatch, by rank and chunk."""
+Pipeline = Callable[[Job, Times, Times], float]
 PIECES: Final = 3.0
 """How much longer copies of a few hundred kilobytes take than their bytes would."""
 
@@ -41,13 +47,15 @@ class StepTime:
     other: float
     pressure: float = 0.0
     """What a device that is nearly full loses."""
+    stragglers: float = 0.0
+    """Waiting for the slowest of all devices."""
 
     @property
     def seconds(self) -> float:
         return (
             self.products + self.attention + self.elementwise + self.tensor_parallel + self.host
             + self.gathers + self.bubble + self.gradients + self.optimizer + self.other
-            + self.pressure
+            + self.pressure + self.stragglers
         )  # fmt: skip
 
 
@@ -86,7 +94,7 @@ def stage_costs(job: Job, rank: int) -> _Stage:
         ends = own_ends(job.machine, job.model, job.part, half, group)
     else:
         layer = layer_cost(job.machine, job.model, job.part, job.software, group)
-        ends = end_cost(job.machine, job.model, job.part, job.software, group)
+        ends = end_cost(job.machine, job.model, job.part, job.software, group, job.vocab_multiple)
     again = recompute_cost(job, layer)
     forward, backward = [], []
     layers = job.layers_of(rank)
@@ -138,8 +146,8 @@ def parameters_of(job: Job, rank: int) -> int:
     return count
 
 
-def predict_time(job: Job) -> StepTime:
-    """Seconds of a step."""
+def predict_time(job: Job, pipeline: Pipeline | None = None) -> StepTime:
+    """Seconds of a step; `pipeline`: in place of playing the schedule (see `shortest_s`)."""
     machine = job.machine
     host_s = machine.device.host_kernel_s * job.software.host_share
     stages = _stages(job)
@@ -158,7 +166,7 @@ def predict_time(job: Job) -> StepTime:
             forward[rank][chunk] += f
             backward[rank][chunk] += b
             gathers[rank] += (f + b) * job.microbatches
-    pipeline = _pipeline_s(job, forward, backward)
+    piped = (pipeline or pipeline_s)(job, forward, backward)
     sums = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
     busiest = max(range(job.pp), key=sums.__getitem__)
     stage = stages[busiest]
@@ -177,11 +185,19 @@ def predict_time(job: Job) -> StepTime:
         tensor_parallel=total.communication,
         host=busy - gathers[busiest] - total.device_s,
         gathers=gathers[busiest],
-        bubble=pipeline - busy,
+        bubble=piped - busy,
         gradients=reduction,
         optimizer=max(_optimizer_s(job, rank) for rank in {0, job.pp - 1}),
         other=machine.step_s,
+        stragglers=slowest_of(job.devices) * machine.skew * total.computing_s,
     )
+
+
+@lru_cache(maxsize=1024)
+def slowest_of(count: int) -> float:
+    """By how many standard deviations the slowest of so many devices is expected to be slower than the
+    mean: the largest of as many normal values (Blom's formula)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def lower_bound_s(job: Job) -> float:
@@ -221,7 +237,8 @@ def lower_bound_s(job: Job) -> float:
     return best + reduction + _optimizer_s(job, 0) + job.machine.step_s
 
 
-def _pipeline_s(job: Job, forward: list[list[float]], backward: list[list[float]]) -> float:
+def pipeline_s(job: Job, forward: Times, backward: Times) -> float:
+    """All microbatches through all stages, event by event."""
     if job.pp == 1:
         return job.microbatches * (forward[0][0] + backward[0][0])
     send = [send_s(job, rank) for rank in range(job.pp)]
@@ -236,6 +253,18 @@ def _pipeline_s(job: Job, forward: list[list[float]], backward: list[list[float]
     return play(
         job.schedule, job.microbatches, forward, backward, send, None, blocking, job.group
     ).seconds
+
+
+def shortest_s(job: Job, forward: Times, backward: Times) -> float:
+    """The busiest stage's work and the way through the others once: quick, and near enough to tell how
+    a small change of the stages' times changes what `pipeline_s` says."""
+    if job.pp == 1:
+        return pipeline_s(job, forward, backward)
+    sends = [0.0 if job.software.overlap_pp else send_s(job, rank) for rank in range(job.pp)]
+    work = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
+    longest = max(range(job.pp), key=work.__getitem__)
+    through = sum((work[r] / job.virtual + 2 * sends[r]) for r in range(job.pp) if r != longest)
+    return job.microbatches * (work[longest] + 2 * sends[longest] * job.virtual) + through
 
 
 def send_s(job: Job, rank: int) -> float:

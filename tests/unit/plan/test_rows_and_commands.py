@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from ridgeline.cli import app
 from ridgeline.errors import UsageError
+from ridgeline.plan.calibrate import FACTS, PARAMETERS
 from ridgeline.plan.measured import load_measured
 from ridgeline.plan.rows import Unreadable, load_rows, read_row
-from ridgeline.plan.validate import BOUNDS, calibrate, changed, check_row, check_rows
+from ridgeline.plan.validate import calibrate, changed, check_row, check_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "tests" / "golden" / "plan" / "rows.json"
@@ -103,12 +104,13 @@ def test_calibration_stays_in_bounds_helps_and_takes_few_rows(tmp_path: Path) ->
     every = [r for r in rows() if r["set"] == "vtrain_single"]
     chosen = every[::5][:12]
     factors = calibrate(chosen)
-    machine = changed(factors)(read_row(every[0]).job.machine)
-    for name, (low, high) in BOUNDS.items():
-        value: Any = machine
+    assert set(factors) <= {*PARAMETERS, *FACTS}
+    job = changed(factors)(read_row(every[0]).job)
+    for name, parameter in PARAMETERS.items():
+        value: Any = job if name.startswith("software.") else job.machine
         for part in name.split("."):
             value = getattr(value, part)
-        assert low <= value <= high
+        assert value == 0 or parameter.low <= value <= parameter.high, name
 
     def error(change: Any) -> float:
         found = [abs(c.time_error) for c in check_rows(chosen, change) if c.time_error is not None]
