@@ -159,6 +159,7 @@ def _changed(machine: Machine, changes: list[str]) -> Machine:
 
 def _explain(text: str, model: Transformer, machine: Machine, devices: int, batch: int) -> None:
     from ridgeline.layout import Layout, require_layout
+    from ridgeline.plan.beside import assumptions
     from ridgeline.plan.job import job_from_layout
     from ridgeline.plan.predict import predict
     from ridgeline.plan.search import Planned
@@ -178,6 +179,8 @@ def _explain(text: str, model: Transformer, machine: Machine, devices: int, batc
             f"{model.layers} layers of {model.name}; use pp={model.layers} or less"
         )
     job = job_from_layout(model, machine, layout, batch)
+    for line in assumptions(job):
+        typer.echo(line)
     predicted = predict(job)
     for line in explain(Planned(layout, job, predicted.time, predicted.memory)):
         typer.echo(line)

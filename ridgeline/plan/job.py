@@ -43,6 +43,12 @@ class Job:
     """Microbatches that an interleaved schedule takes through a chunk at a time; 0: `pp`."""
     vocab_multiple: int = 1
     """The embedding's rows are padded to a multiple of this and of `tp`."""
+    offload: str = "none"
+    compress: str = "none"
+    sync: str = "every"
+    """These three as in `Layout`."""
+    sample_bytes: float = 0.0
+    """Of one sample in storage; 0: nothing is read."""
 
     @property
     def devices(self) -> int:
@@ -94,8 +100,9 @@ class Job:
 
 
 def job_from_layout(
-    model: Transformer, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE
-) -> Job:
+    model: Transformer, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE,
+    sample_bytes: float = 0.0,
+) -> Job:  # fmt: skip
     """What this library does with a layout and a global batch."""
     parts = layout.microbatches if layout.pp > 1 else layout.accumulate
     samples = max(1, -(-batch // (layout.dp * parts)))
@@ -108,7 +115,7 @@ def job_from_layout(
         cp=layout.cp,
         pp=layout.pp,
         virtual=layout.virtual,
-        zero=layout.zero if layout.dp > 1 else 0,
+        zero=layout.zero if layout.dp > 1 or layout.offload == "params" else 0,
         shard=layout.shard or 0,
         sp=layout.sp,
         schedule=layout.schedule,
@@ -116,4 +123,8 @@ def job_from_layout(
         microbatches=parts,
         recompute=layout.recompute,
         precision=layout.precision,
+        offload=layout.offload,
+        compress=layout.compress if layout.dp > 1 else "none",
+        sync=layout.sync if layout.dp > 1 else "every",
+        sample_bytes=sample_bytes,
     )

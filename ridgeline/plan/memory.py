@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ridgeline.plan.beside import BLOCKS_HERE
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import element_bytes
 from ridgeline.plan.own import is_half, own_activations, own_logits
@@ -136,10 +137,18 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
     else:
         weights, optimizer = 4.0 * count, 8.0 * count / (shards if job.zero else 1)
         gradients = 4.0 * count if accumulates else 0.0
+    if job.offload in ("optimizer", "params"):
+        optimizer = 0.0
+        if job.offload == "params":
+            weights = 0.0
+        elif not half:
+            gradients = 4.0 * count
     everything, selective, full = own_activations(model, part, half)
     kept = {"none": everything, "selective": selective, "full": full}[job.recompute]
     flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
     activations = kept * layers / job.virtual * flight
+    if job.offload == "activations":
+        activations = min(activations, kept * BLOCKS_HERE)
     n = part.samples * model.seq / part.cp * model.hidden / (job.tp if job.sp else 1)
     loss, loss_back = own_logits(model, part, job.zero) if rank == job.pp - 1 else (0.0, 0.0)
     end = 6.0 * n if rank == job.pp - 1 else 0.0
@@ -159,7 +168,8 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
         received = wide * n * job.microbatches
         activations += wide * n * flight
     again = everything if job.recompute != "none" else 0.0
-    last_gradients = 0.0 if half or accumulates else 4.0 * count
+    buffered = accumulates or job.offload == "optimizer"
+    last_gradients = 0.0 if half or buffered else 4.0 * count
     layer = 2.0 * model.layer_matrices(job.tp)
     moments = (
         (activations, loss + end, cached),

@@ -12,6 +12,13 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Final
 
+from ridgeline.plan.beside import (
+    compression_s,
+    gradient_bytes,
+    loader_s,
+    local_sync_s,
+    offloaded_s,
+)
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost, LayerCost, end_cost, layer_cost
@@ -49,13 +56,17 @@ class StepTime:
     """What a device that is nearly full loses."""
     stragglers: float = 0.0
     """Waiting for the slowest of all devices."""
+    host_link: float = 0.0
+    """State or activations that go to the host and back, and the optimizer there."""
+    storage: float = 0.0
+    """Waiting for samples."""
 
     @property
     def seconds(self) -> float:
         return (
             self.products + self.attention + self.elementwise + self.tensor_parallel + self.host
             + self.gathers + self.bubble + self.gradients + self.optimizer + self.other
-            + self.pressure + self.stragglers
+            + self.pressure + self.stragglers + self.host_link + self.storage
         )  # fmt: skip
 
 
@@ -178,7 +189,17 @@ def predict_time(job: Job, pipeline: Pipeline | None = None) -> StepTime:
     reduction = max(
         _gradients_s(job, rank, sum(backward[rank])) for rank in {0, busiest, job.pp - 1}
     )
-    return StepTime(
+    away = max(
+        offloaded_s(
+            job,
+            parameters_of(job, rank),
+            sum(job.layers_of(rank)),
+            sum(forward[rank]),
+            sum(backward[rank]),
+        )
+        for rank in {0, busiest, job.pp - 1}
+    )
+    time = StepTime(
         products=total.products,
         attention=total.attention,
         elementwise=total.elementwise,
@@ -190,7 +211,9 @@ def predict_time(job: Job, pipeline: Pipeline | None = None) -> StepTime:
         optimizer=max(_optimizer_s(job, rank) for rank in {0, job.pp - 1}),
         other=machine.step_s,
         stragglers=slowest_of(job.devices) * machine.skew * total.computing_s,
+        host_link=away,
     )
+    return replace(time, storage=max(0.0, loader_s(job) - time.seconds))
 
 
 @lru_cache(maxsize=1024)
@@ -314,6 +337,12 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
     if group.size == 1:
         return 0.0
     machine, count = job.machine, parameters_of(job, rank)
+    averaged = local_sync_s(job, count)
+    if averaged is not None:
+        return averaged
+    wire = float(job.software.reduce_bytes * count)
+    if job.software.name == OWN:
+        wire = gradient_bytes(job, count)
     if job.zero == 3:
         if not job.shard or job.shard == job.dp:
             return 0.0
@@ -325,14 +354,16 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
         # Every rank gets the sum of its part, and sends its new weights to the others.
         seconds = collective_s(machine, "all_gather", 2.0 * count, group)
         if not _reduces_each(job):
-            wire = job.software.reduce_bytes * count
             seconds += collective_s(machine, "reduce_scatter", wire, group)
     else:
-        seconds = collective_s(machine, "all_reduce", job.software.reduce_bytes * count, group)
+        seconds = collective_s(machine, "all_reduce", wire, group)
     if job.model.tied and job.pp > 1 and rank in (0, job.pp - 1):
         tied = 2.0 * job.model.head_parameters(job.tp, job.vocab_multiple)
         seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
-    return _exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds
+    # With the optimizer on the host, gradients are added up in one buffer and reduced at the end.
+    overlaps = job.software.overlap_dp and job.offload != "optimizer"
+    exposed = _exposed(job, seconds, backward_s) if overlaps else seconds
+    return exposed + compression_s(job, count)
 
 
 def rank_alone_s(job: Job, rank: int = 0) -> float:
@@ -350,5 +381,7 @@ def rank_alone_s(job: Job, rank: int = 0) -> float:
 
 
 def _optimizer_s(job: Job, rank: int) -> float:
+    if job.offload in ("optimizer", "params"):
+        return 0.0
     count = parameters_of(job, rank) / (job.sharers if job.zero else 1)
     return moved_s(job.machine.device, job.software.optimizer_bytes_moved * count, 20)
