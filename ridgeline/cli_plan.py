@@ -289,6 +289,11 @@ def _show_skipped(checked: list[Checked]) -> None:
         typer.echo("\nskipped:")
     for (name, reason), count in sorted(reasons.items()):
         typer.echo(f"  {name}: {count} ({reason})")
+    guesses = Counter((c.set, c.values["guessed"]) for c in checked if "guessed" in c.values)
+    if guesses:
+        typer.echo("\nsoftware that is not known:")
+    for (name, words), count in sorted(guesses.items()):
+        typer.echo(f"  {name}: {count} ({words})")
     refused = [c for c in checked if c.values.get("measured", {}).get("oom")]
     if refused:
         false = [c.id for c in refused if c.false_fit]

@@ -49,6 +49,10 @@ class Job:
     """These three as in `Layout`."""
     sample_bytes: float = 0.0
     """Of one sample in storage; 0: nothing is read."""
+    ep: int = 1
+    """Ranks that share the experts of a layer, taken from the replicas."""
+    expert_tp: int = 0
+    """Ranks that each expert is split over; 0: `tp`."""
 
     @property
     def devices(self) -> int:
@@ -71,6 +75,11 @@ class Job:
     def sharers(self) -> int:
         """Ranks that share one copy of sharded state."""
         return self.shard or self.dp * self.cp
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        return max(1, self.devices // (self.pp * self.ep * (self.expert_tp or self.tp)))
 
     def layers_of(self, rank: int) -> list[int]:
         """Layers of each chunk of a stage; what does not divide goes to the stages in the middle,

@@ -104,7 +104,8 @@ def stage_costs(job: Job, rank: int) -> _Stage:
         layer = own_layer(job.machine, job.model, job.part, half, job.zero == 3, group)
         ends = own_ends(job.machine, job.model, job.part, half, group)
     else:
-        layer = layer_cost(job.machine, job.model, job.part, job.software, group)
+        layer = layer_cost(job.machine, job.model.active, job.part, job.software, group)
+        layer = _with_dispatch(job, layer)
         ends = end_cost(job.machine, job.model, job.part, job.software, group, job.vocab_multiple)
     again = recompute_cost(job, layer)
     forward, backward = [], []
@@ -119,6 +120,18 @@ def stage_costs(job: Job, rank: int) -> _Stage:
         forward.append(f)
         backward.append(b)
     return _Stage(forward, backward)
+
+
+def _with_dispatch(job: Job, layer: LayerCost) -> LayerCost:
+    """Tokens go to their experts and come back, forward and backward."""
+    if not job.model.experts or job.ep == 1:
+        return layer
+    here = job.samples * job.model.seq / job.cp / (job.tp if job.sp else 1)
+    sent = 2.0 * here * job.model.top_k * job.model.hidden * job.ep
+    ranks = group_of(job.machine, job.ep, job.tp)
+    there = 2 * collective_s(job.machine, "all_to_all", sent, ranks)
+    trips = Cost(communication=there, kernels=8)
+    return replace(layer, forward=layer.forward + trips, backward=layer.backward + trips)
 
 
 def _stages(job: Job) -> list[_Stage]:
@@ -384,4 +397,7 @@ def _optimizer_s(job: Job, rank: int) -> float:
     if job.offload in ("optimizer", "params"):
         return 0.0
     count = parameters_of(job, rank) / (job.sharers if job.zero else 1)
+    if job.model.experts:
+        held = job.model.expert_parameters(job.ep, job.expert_tp or job.tp)
+        count += sum(job.layers_of(rank)) * held / (job.expert_copies if job.zero else 1)
     return moved_s(job.machine.device, job.software.optimizer_bytes_moved * count, 20)

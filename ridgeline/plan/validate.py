@@ -50,7 +50,11 @@ def check_row(row: Row, index: int, change: Change | None = None) -> Checked:
     except Unreadable as error:
         return Checked(name, group, {"id": name, "skipped": str(error)}, skipped=str(error))
     job = read.job if change is None else change(read.job)
-    return _check(replace(read, job=job))
+    try:
+        return _check(replace(read, job=job))
+    except (ArithmeticError, ValueError, KeyError, AssertionError) as error:
+        reason = f"its numbers do not go together ({error})"
+        return Checked(name, group, {"id": name, "skipped": reason}, skipped=reason)
 
 
 def _check(read: ReadRow) -> Checked:
@@ -94,6 +98,8 @@ def _check(read: ReadRow) -> Checked:
         reason = "nothing that is predicted was measured"
         return Checked(read.id, read.set, {"id": read.id, "skipped": reason}, skipped=reason)
     values["measured"] = found
+    if read.guessed:
+        values["guessed"] = read.guessed
     values["error_pct"] = None if time_error is None else 100.0 * time_error
     if memory_error is not None:
         values["memory_error_pct"] = 100.0 * memory_error
