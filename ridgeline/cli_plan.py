@@ -161,6 +161,7 @@ def _changed(machine: Machine, changes: list[str]) -> Machine:
 
 def _explain(text: str, model: Transformer, machine: Machine, devices: int, batch: int) -> None:
     from ridgeline.layout import Layout, require_layout
+    from ridgeline.plan.beside import assumptions
     from ridgeline.plan.job import job_from_layout
     from ridgeline.plan.predict import predict
     from ridgeline.plan.search import Planned
@@ -180,6 +181,8 @@ def _explain(text: str, model: Transformer, machine: Machine, devices: int, batc
             f"{model.layers} layers of {model.name}; use pp={model.layers} or less"
         )
     job = job_from_layout(model, machine, layout, batch)
+    for line in assumptions(job):
+        typer.echo(line)
     predicted = predict(job)
     for line in explain(Planned(layout, job, predicted.time, predicted.memory)):
         typer.echo(line)
@@ -288,6 +291,11 @@ def _show_skipped(checked: list[Checked]) -> None:
         typer.echo("\nskipped:")
     for (name, reason), count in sorted(reasons.items()):
         typer.echo(f"  {name}: {count} ({reason})")
+    guesses = Counter((c.set, c.values["guessed"]) for c in checked if "guessed" in c.values)
+    if guesses:
+        typer.echo("\nsoftware that is not known:")
+    for (name, words), count in sorted(guesses.items()):
+        typer.echo(f"  {name}: {count} ({words})")
     refused = [c for c in checked if c.values.get("measured", {}).get("oom")]
     if refused:
         false = [c.id for c in refused if c.false_fit]

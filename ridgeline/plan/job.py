@@ -43,6 +43,16 @@ class Job:
     """Microbatches that an interleaved schedule takes through a chunk at a time; 0: `pp`."""
     vocab_multiple: int = 1
     """The embedding's rows are padded to a multiple of this and of `tp`."""
+    offload: str = "none"
+    compress: str = "none"
+    sync: str = "every"
+    """These three as in `Layout`."""
+    sample_bytes: float = 0.0
+    """Of one sample in storage; 0: nothing is read."""
+    ep: int = 1
+    """Ranks that share the experts of a layer, taken from the replicas."""
+    expert_tp: int = 0
+    """Ranks that each expert is split over; 0: `tp`."""
 
     @property
     def devices(self) -> int:
@@ -65,6 +75,11 @@ class Job:
     def sharers(self) -> int:
         """Ranks that share one copy of sharded state."""
         return self.shard or self.dp * self.cp
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        return max(1, self.devices // (self.pp * self.ep * (self.expert_tp or self.tp)))
 
     def layers_of(self, rank: int) -> list[int]:
         """Layers of each chunk of a stage; what does not divide goes to the stages in the middle,
@@ -94,8 +109,9 @@ class Job:
 
 
 def job_from_layout(
-    model: Transformer, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE
-) -> Job:
+    model: Transformer, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE,
+    sample_bytes: float = 0.0,
+) -> Job:  # fmt: skip
     """What this library does with a layout and a global batch."""
     parts = layout.microbatches if layout.pp > 1 else layout.accumulate
     samples = max(1, -(-batch // (layout.dp * parts)))
@@ -108,7 +124,7 @@ def job_from_layout(
         cp=layout.cp,
         pp=layout.pp,
         virtual=layout.virtual,
-        zero=layout.zero if layout.dp > 1 else 0,
+        zero=layout.zero if layout.dp > 1 or layout.offload == "params" else 0,
         shard=layout.shard or 0,
         sp=layout.sp,
         schedule=layout.schedule,
@@ -116,4 +132,8 @@ def job_from_layout(
         microbatches=parts,
         recompute=layout.recompute,
         precision=layout.precision,
+        offload=layout.offload,
+        compress=layout.compress if layout.dp > 1 else "none",
+        sync=layout.sync if layout.dp > 1 else "every",
+        sample_bytes=sample_bytes,
     )

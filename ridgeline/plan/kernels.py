@@ -8,7 +8,7 @@ start make the cliffs that a plain FLOP count does not show. Called by `layer.py
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
+from math import ceil, log2
 from typing import Final
 
 from ridgeline.plan.machine import Device
@@ -22,6 +22,22 @@ LEAST_SPLIT: Final = 512
 
 RAMP: Final = 700.0
 """Keys at which a fused attention kernel reaches half of what it does with very many."""
+NARROW_HEADS: Final = 0.87
+"""What FlashAttention 2 keeps of its rate with heads of 64 instead of 128, as its paper's figures show."""
+ALIGNED: Final = {8: 1.0, 4: 0.75, 2: 0.5, 1: 0.3}
+"""What a 16-bit product reaches of its rate when its rows begin at multiples of so many elements: below 8
+(16 bytes) they can be loaded only in smaller pieces, and below 2 not at all by the asynchronous copies."""
+
+
+def alignment(size: float, *widths: int) -> float:
+    """The share of a product's rate that is left where its matrices' rows have these widths."""
+    share = 1.0
+    for width in widths:
+        for pieces, left in ALIGNED.items():
+            if width * size % (2.0 * pieces) == 0:
+                share = min(share, left)
+                break
+    return share
 
 
 def element_bytes(precision: str) -> float:
@@ -30,11 +46,14 @@ def element_bytes(precision: str) -> float:
 
 @lru_cache(maxsize=65536)
 def gemm_s(
-    device: Device, m: int, n: int, k: int, batch: int = 1, precision: str = "bf16"
-) -> float:
-    """Seconds of `batch` products of (m, k) and (k, n)."""
+    device: Device, m: int, n: int, k: int, batch: int = 1, precision: str = "bf16",
+    by_tokens: bool = False,
+) -> float:  # fmt: skip
+    """Seconds of `batch` products of (m, k) and (k, n); `by_tokens`: of a weight's gradient, where `k`
+    counts tokens and no matrix has rows as wide as that."""
     peak = device.peak_flops.get(precision) or device.peak_flops["fp32"]
     rate = peak * device.sustained_clock * device.gemm_efficiency / device.num_sms
+    rate *= alignment(element_bytes(precision), n, m if by_tokens else k)
     best = float("inf")
     for rows, columns, share in TILES:
         tiles = batch * ceil(m / rows) * ceil(n / columns)
@@ -61,16 +80,18 @@ def moved_s(device: Device, num_bytes: float, kernels: int = 1) -> float:
 
 def flash_s(
     device: Device, batch: int, heads: float, seq: int, keys: int, width: int, causal: bool,
-    precision: str, backward: bool,
+    precision: str, backward: bool, narrow: float = NARROW_HEADS,
 ) -> float:  # fmt: skip
     """Fused attention: forward two products, backward five, of which a causal mask needs half.
 
-    A head narrower than 128 leaves part of the tensor cores' pipeline to the softmax, and short rows are
-    soon over.
+    A head narrower than 128 leaves part of the tensor cores' pipeline to the softmax (`narrow` is the
+    share that is left at 64), and short rows are soon over.
     """
     peak = device.peak_flops.get(precision) or device.peak_flops["fp32"]
     flops = 4.0 * batch * heads * seq * keys * width * (0.5 if causal else 1.0)
-    share = device.flash_efficiency * min(1.0, 0.5 + 0.5 * width / 128.0) * keys / (keys + RAMP)
+    share = device.flash_efficiency * keys / (keys + RAMP)
+    if width < 128:
+        share *= narrow ** log2(128.0 / width)
     if backward:
         flops, share = 2.5 * flops, 0.85 * share
     moved = element_bytes(precision) * batch * heads * width * (2 * seq + 2 * keys)

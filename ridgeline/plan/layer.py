@@ -9,19 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import Group, collective_s, ring_attention_s
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
-
-SCORES: Final = 1.4
-"""How much longer softmax and dropout over stored scores take than their bytes would: two-byte elements,
-reductions and random numbers leave them at some six tenths of the memory's rate."""
-NARROW: Final = 1.2
-"""The same for the two products of attention, whose tiles are no deeper or wider than a head."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,10 @@ class Cost:
     @property
     def device_s(self) -> float:
         return self.products + self.attention + self.elementwise + self.communication
+
+    @property
+    def computing_s(self) -> float:
+        return self.products + self.attention + self.elementwise
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -103,7 +100,7 @@ def layer_cost(
     weight_gradients = []
     for n, k in shapes:
         backward_products += gemm_s(device, tokens, k, n, 1, precision)
-        weight_gradients.append(gemm_s(device, n, k, tokens, 1, precision))
+        weight_gradients.append(gemm_s(device, n, k, tokens, 1, precision, True))
     backward_products += sum(weight_gradients)
 
     core_forward, core_backward = _attention(machine, model, part, software)
@@ -124,6 +121,12 @@ def layer_cost(
     backward_moved += 2 * in_bytes + inner_bytes + 2 * copied + rotary
     if model.bias:
         backward_moved += 2 * stream + in_bytes + size * tokens * qkv
+    if precision == "fp8":
+        # Every product's inputs are read in 16 bits and written in 8, for backward transposed as well.
+        inputs, outputs = sum(k for _, k in shapes), sum(n for n, _ in shapes)
+        weights = float(model.layer_matrices(t))
+        forward_moved += software.fp8_casts * 4.0 * (tokens * inputs + weights)
+        backward_moved += software.fp8_casts * 4.0 * tokens * outputs
     forward_kernels = 8 if not software.compiled else 4
     backward_kernels = 16 if not software.compiled else 6
     elementwise = moved_s(device, fused * forward_moved, forward_kernels)
@@ -184,8 +187,8 @@ def _attention(
         args = (device, part.samples, heads, seq, model.seq, model.head_width, causal, precision)
         share = software.flash_share
         return (
-            Cost(attention=flash_s(*args, False) / share, kernels=1),
-            Cost(attention=flash_s(*args, True) / share, kernels=3),
+            Cost(attention=flash_s(*args, False, software.narrow_heads) / share, kernels=1),
+            Cost(attention=flash_s(*args, True, software.narrow_heads) / share, kernels=3),
         )
     size = element_bytes(precision)
     count = part.samples * heads
@@ -199,13 +202,17 @@ def _attention(
     else:  # scale, mask, softmax, each on its own
         softmax, kernels = 6.5 * scores, 4
     dropped = 2 * scores + mask if model.dropout else 0.0
-    forward = products * NARROW + moved_s(device, SCORES * (softmax + dropped), kernels + 1)
+    forward = products * software.narrow_products + moved_s(
+        device, software.score_passes * (softmax + dropped), kernels + 1
+    )
     back = 2 * (
         gemm_s(device, seq, width, seq, count, precision)
         + gemm_s(device, seq, seq, width, count, precision)
     )
     softmax_back = (3 if kernels == 1 else 7) * scores
-    backward = back * NARROW + moved_s(device, SCORES * (softmax_back + dropped), kernels + 1)
+    backward = back * software.narrow_products + moved_s(
+        device, software.score_passes * (softmax_back + dropped), kernels + 1
+    )
     return (
         Cost(attention=forward, kernels=3 + kernels),
         Cost(attention=backward, kernels=5 + kernels),
@@ -224,8 +231,9 @@ class EndCost:
 
 @lru_cache(maxsize=4096)
 def end_cost(
-    machine: Machine, model: Transformer, part: Slice, software: Software, tp_group: Group
-) -> EndCost:
+    machine: Machine, model: Transformer, part: Slice, software: Software, tp_group: Group,
+    vocab_multiple: int = 1,
+) -> EndCost:  # fmt: skip
     """Embedding, and output projection with the loss; logits stay split by vocabulary."""
     device, t, precision = machine.device, part.tp, part.precision
     seq = model.seq // part.cp
@@ -234,13 +242,14 @@ def end_cost(
         precision = "bf16"
     size = element_bytes(precision)
     stream = size * tokens * model.hidden
-    vocab = -(-model.vocab // t)
+    multiple = vocab_multiple if software.pads_vocab else 1
+    vocab = model.padded_vocab(multiple * t) // t
     reduce = collective_s(machine, "all_reduce", stream, tp_group) if t > 1 else 0.0
     embed = Cost(elementwise=moved_s(device, 7 * stream, 6), communication=reduce, kernels=8)
     embed_back = Cost(elementwise=moved_s(device, 5 * stream, 5), kernels=6)
     product = gemm_s(device, tokens, vocab, model.hidden, 1, precision)
     product_back = gemm_s(device, tokens, model.hidden, vocab, 1, precision)
-    product_back += gemm_s(device, vocab, model.hidden, tokens, 1, precision)
+    product_back += gemm_s(device, vocab, model.hidden, tokens, 1, precision, True)
     logits = float(tokens) * vocab
     # To float32, its maximum, the difference, exponent, sum and quotient; then their gradients.
     loss = moved_s(device, (22.0 if software.compiled else 38.0) * logits, 8)

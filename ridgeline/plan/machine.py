@@ -87,8 +87,9 @@ class Machine:
     some memory bandwidth."""
     step_s: float
     """What a step costs the host once: the next batch, overflow check, logging."""
-    skew: float = 0.0
-    """By how much the slowest of many devices is slower than the mean."""
+    skew: float = 0.005
+    """Standard deviation of one device's speed over the devices of the machine, as a share of the mean; a
+    step waits for the slowest of them."""
     price_per_device_hour: float = 0.0
     storage_bandwidth: float = 0.0
     """Bytes a second that a node reads from storage; 0: not known."""
@@ -97,6 +98,10 @@ class Machine:
     tables: tuple[Table, ...] = ()
     """Collectives as they were measured, which count before the links."""
     source: dict[str, str] = field(default_factory=dict)
+    storage_bandwidth: float = 0.0
+    """Bytes a second that one node reads from storage; 0: unknown, and nothing waits for it."""
+    host_link_bandwidth: float = 0.0
+    """Bytes a second and direction between a device and its host; 0: unknown."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.devices_per_node))

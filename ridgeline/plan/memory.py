@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ridgeline.plan.beside import BLOCKS_HERE
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import element_bytes
 from ridgeline.plan.own import is_half, own_activations, own_logits
@@ -70,15 +71,29 @@ def layer_activations(job: Job, scores: bool = True) -> float:
     total = 4 * size * stream + (2.0 * stream if model.dropout else 0.0)
     qkv = model.query_width + 2 * model.kv_width
     total += size * tokens * (qkv + model.query_width) / t
-    total += size * tokens * (model.ffn_in + model.ffn) / t
+    inner = model.shared_ffn if model.experts else model.ffn
+    total += size * tokens * inner * (3 if model.gated else 2) / t
     if model.rotary:
         total += size * tokens * job.software.rotary_kept * (model.query_width + model.kv_width) / t
+    if model.experts:
+        total += _routed_activations(job, size)
     if job.software.attention == "flash":
         total += 4.0 * tokens * model.heads / t  # the softmax's sums
     elif scores:
         pairs = job.samples * model.heads / t * (model.seq / job.cp) * model.seq
         total += pairs * ((2 * size + 1) if model.dropout else size)
     return total * job.software.extra_kept
+
+
+def _routed_activations(job: Job, size: float) -> float:
+    """What experts keep of the tokens that are sent to them, were those spread evenly: their input, both
+    sides of the activation function, and their output, which is weighted after it has come back."""
+    model, split = job.model, job.expert_tp or job.tp
+    here = job.samples * model.seq / job.cp / (job.tp if job.sp else 1)
+    routed = here * model.top_k * (split if job.sp else 1)
+    inner = (model.expert_ffn or model.ffn) * (3 if model.gated else 2) / split
+    scores = 8.0 * here * model.experts
+    return size * routed * (2 * model.hidden + inner) + scores
 
 
 def kept_activations(job: Job) -> float:
@@ -136,10 +151,18 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
     else:
         weights, optimizer = 4.0 * count, 8.0 * count / (shards if job.zero else 1)
         gradients = 4.0 * count if accumulates else 0.0
+    if job.offload in ("optimizer", "params"):
+        optimizer = 0.0
+        if job.offload == "params":
+            weights = 0.0
+        elif not half:
+            gradients = 4.0 * count
     everything, selective, full = own_activations(model, part, half)
     kept = {"none": everything, "selective": selective, "full": full}[job.recompute]
     flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
     activations = kept * layers / job.virtual * flight
+    if job.offload == "activations":
+        activations = min(activations, kept * BLOCKS_HERE)
     n = part.samples * model.seq / part.cp * model.hidden / (job.tp if job.sp else 1)
     loss, loss_back = own_logits(model, part, job.zero) if rank == job.pp - 1 else (0.0, 0.0)
     end = 6.0 * n if rank == job.pp - 1 else 0.0
@@ -159,7 +182,8 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
         received = wide * n * job.microbatches
         activations += wide * n * flight
     again = everything if job.recompute != "none" else 0.0
-    last_gradients = 0.0 if half or accumulates else 4.0 * count
+    buffered = accumulates or job.offload == "optimizer"
+    last_gradients = 0.0 if half or buffered else 4.0 * count
     layer = 2.0 * model.layer_matrices(job.tp)
     moments = (
         (activations, loss + end, cached),
@@ -193,6 +217,13 @@ def stage_memory(job: Job, rank: int) -> StepMemory:
     optimizer = count * (8.0 + software.master_bytes)
     if job.zero >= 1:
         optimizer /= shards
+    if model.experts:
+        split = job.expert_tp or job.tp
+        held = float(sum(job.layers_of(rank)) * model.expert_parameters(job.ep, split))
+        weights += held * software.weight_bytes
+        gradients += held * software.gradient_bytes
+        copies = job.expert_copies if job.zero else 1
+        optimizer += held * (8.0 + software.master_bytes) / copies
     if job.zero >= 2:
         gradients /= shards
     if job.zero == 3:
@@ -220,6 +251,8 @@ def stage_memory(job: Job, rank: int) -> StepMemory:
     if software.dummy_gradients:
         # One empty weight gradient of each shape, handed to autograd in place of the real one.
         shapes = model.layer_matrices(job.tp)
+        if model.experts:
+            shapes += round(model.one_expert / (job.expert_tp or job.tp))
         if rank == job.pp - 1 or (rank == 0 and model.tied and job.pp == 1):
             shapes += model.head_parameters(job.tp, job.vocab_multiple)
         buffers += 2.0 * shapes

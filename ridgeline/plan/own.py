@@ -63,7 +63,8 @@ def own_layer(
         products.append((inner, h))
     forward_products = sum(gemm_s(device, tokens, a, b, 1, precision) for a, b in products)
     backward_products = sum(
-        gemm_s(device, tokens, b, a, 1, precision) + gemm_s(device, a, b, tokens, 1, precision)
+        gemm_s(device, tokens, b, a, 1, precision)
+        + gemm_s(device, a, b, tokens, 1, precision, True)
         for a, b in products
     )
 
@@ -143,7 +144,7 @@ def own_ends(
     logits, head = float(tokens) * vocab, float(vocab) * model.hidden
     product = gemm_s(device, tokens, vocab, model.hidden, 1, precision)
     back = gemm_s(device, tokens, model.hidden, vocab, 1, precision)
-    back += gemm_s(device, vocab, model.hidden, tokens, 1, precision)
+    back += gemm_s(device, vocab, model.hidden, tokens, 1, precision, True)
     cast = 0.0 if wide == low else (4 + low) * head
     loss, loss_back = (low + 4) * logits, (4 + 4 + low) * logits
     reduce = collective_s(machine, "all_reduce", low * n, tp_group) if t > 1 else 0.0

@@ -44,7 +44,8 @@ def predict(job: Job, memory: StepMemory | None = None) -> Prediction:
 
 def pressure(job: Job, memory: StepMemory) -> float:
     """By how much a device that is nearly full is slower."""
-    return max(min(memory.device / job.machine.device.memory_bytes, FULL) - PRESSED, 0.0)
+    used = memory.device / job.machine.device.memory_bytes
+    return max(min(used, FULL) - PRESSED, 0.0) * job.software.pressure
 
 
 def predict_layout(

@@ -9,6 +9,7 @@ because they are its program's defaults are filled in here, by program, never by
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,10 +30,11 @@ from ridgeline.plan.software import (
     Software,
 )
 from ridgeline.plan.transformer import Transformer
+from ridgeline.plan.words import architecture, guess_software, precision, renamed
 
 Row = Mapping[str, Any]
 
-ARCHITECTURES: Final = ("gpt", "llama", "mpt")
+ARCHITECTURES: Final = ("gpt", "llama", "mpt", "moe", "mixtral")
 """Decoders that `Transformer` describes."""
 GPT2_VOCAB: Final = 50257
 """What Megatron's tests use where no vocabulary is stated."""
@@ -66,6 +68,8 @@ class ReadRow:
     set: str
     job: Job
     measured: Measured
+    guessed: str = ""
+    """What the row does not say and was guessed; empty where nothing was."""
 
 
 def load_rows(path: Path) -> list[Row]:
@@ -90,23 +94,25 @@ def load_rows(path: Path) -> list[Row]:
 def read_row(row: Row, index: int = 0) -> ReadRow:
     """The row as a job; raises `Unreadable` with the reason where it is none that we can express."""
     try:
-        job = _read_job(row)
+        row = renamed(row)
+        job, guessed = _read_job(row)
         _require_positive(job)
-        return ReadRow(
-            str(row.get("id", f"row-{index}")), str(row.get("set", "")), job, read_measured(row)
-        )
+        name, group = str(row.get("id", f"row-{index}")), str(row.get("set", ""))
+        return ReadRow(name, group, job, read_measured(row), guessed)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise Unreadable(f"a field is missing or is no number ({error})") from error
 
 
-def _read_job(row: Row) -> Job:
-    layout, software = row["layout"], read_software(row)
-    model = read_model(row, software)
+def _read_job(row: Row) -> tuple[Job, str]:
+    """The job, and what of it is a guess."""
+    layout = row["layout"]
+    model = read_model(row)
+    software, guessed = read_software(row)
     machine = read_machine(row)
     tp, pp = int(layout.get("tp") or 1), int(layout.get("pp") or 1)
     cp, ep = int(layout.get("cp") or 1), int(layout.get("ep") or 1)
-    if ep > 1:
-        raise Unreadable("expert parallelism is not modelled")
+    if ep > 1 and not model.experts:
+        raise Unreadable(f"ep={ep} shares experts, and the row states none")
     devices = _devices(row)
     if devices % (tp * pp * cp):
         raise Unreadable(f"{devices} devices do not divide into tp={tp}, pp={pp}, cp={cp}")
@@ -128,7 +134,7 @@ def _read_job(row: Row) -> Job:
         raise Unreadable("captured graphs and offloaded activations are not modelled")
     if args.get("--mtp-num-layers"):
         raise Unreadable("multi-token prediction is not modelled")
-    return Job(
+    job = Job(
         model=model,
         machine=machine,
         software=software,
@@ -145,10 +151,13 @@ def _read_job(row: Row) -> Job:
         recompute=_recompute(layout.get("recompute")),
         precision=_precision(str(layout.get("precision") or "bf16")),
         group=int(args.get("--microbatch-group-size-per-virtual-pipeline-stage") or 0),
+        ep=ep,
+        expert_tp=int(args.get("--expert-tensor-parallel-size") or 0),
         vocab_multiple=int(args.get("--make-vocab-size-divisible-by") or 128)
         if "mega" in software.name
         else 1,
     )
+    return job, guessed
 
 
 def _require_positive(job: Job) -> None:
@@ -164,6 +173,11 @@ def _require_positive(job: Job) -> None:
     for name, number in numbers.items():
         if number <= 0:
             raise Unreadable(f"{name} is {number:g}")
+    most = {"pp": (job.pp, 4096), "layers": (model.layers, 100_000), "tp": (job.tp, 65_536),
+            "num_microbatches": (job.microbatches, 10**7), "seq": (model.seq, 10**9)}  # fmt: skip
+    for name, (number, limit) in most.items():
+        if number > limit:
+            raise Unreadable(f"{name} is {number}, more than the {limit} that are predicted")
     if model.heads < job.tp or model.hidden < model.heads or model.seq < job.cp:
         raise Unreadable(
             f"{model.heads} heads of a width of {model.hidden} do not split over tp={job.tp}"
@@ -171,7 +185,12 @@ def _require_positive(job: Job) -> None:
 
 
 def _devices(row: Row) -> int:
-    gpus = int(row["layout"]["gpus"])
+    layout = row["layout"]
+    gpus = int(layout.get("gpus") or 0)
+    if not gpus:
+        if not layout.get("dp"):
+            raise Unreadable("the number of devices is not stated")
+        gpus = math.prod(int(layout.get(name) or 1) for name in ("dp", "tp", "pp", "cp"))
     hardware = row.get("hardware") or {}
     # Megatron's tests named so run on one node, and a GB200 node has four devices.
     if "GB200" in str(hardware.get("gpu")) and str(row["model"].get("name")).endswith("_1node"):
@@ -219,22 +238,26 @@ def _recompute(text: Any) -> str:
 
 
 def _precision(text: str) -> str:
-    words = text.lower()
-    if "fp8" in words or "float8" in words:
-        return "fp8"
-    if "fp4" in words:
+    found = precision(text)
+    if found in ("fp4", ""):
         raise Unreadable(f"precision {text} is not modelled")
-    if "bf16" in words:
-        return "bf16"
-    return "fp16" if "fp16" in words else "fp32"
+    return found
 
 
 def _source(row: Row) -> str:
     return " ".join(str(value) for value in (row.get("source") or {}).values())
 
 
-def read_software(row: Row) -> Software:
-    """The program that the row's source says was run."""
+def read_software(row: Row) -> tuple[Software, str]:
+    """The program that the row's source says was run, and why where that is a guess."""
+    known = _known_software(row)
+    if known is not None:
+        return known, ""
+    words = f"{row['layout'].get('framework') or ''} {_source(row)} {row.get('set') or ''}"
+    return guess_software(row, words)
+
+
+def _known_software(row: Row) -> Software | None:
     layout, source = row["layout"], _source(row)
     framework = str(layout.get("framework") or "")
     args = layout.get("args") or {}
@@ -260,7 +283,7 @@ def read_software(row: Row) -> Software:
         return replace(software, reduce_bytes=2) if pure else software
     if "Megatron" in source or framework.startswith("Megatron"):
         return _megatron_core(args, source)
-    raise Unreadable(f"the software is not known (framework {framework or 'not stated'!r})")
+    return None
 
 
 def _megatron_core(args: Mapping[str, Any], source: str) -> Software:
@@ -279,10 +302,10 @@ def _megatron_core(args: Mapping[str, Any], source: str) -> Software:
     return software
 
 
-def read_model(row: Row, software: Software) -> Transformer:
+def read_model(row: Row) -> Transformer:
     facts = row["model"]
     args: Mapping[str, Any] = row["layout"].get("args") or {}
-    arch = str(facts.get("arch"))
+    arch = architecture(str(facts.get("arch")))
     if arch not in ARCHITECTURES:
         raise Unreadable(f"models of the kind {arch!r} are not modelled")
     layers, hidden = facts.get("layers"), facts.get("hidden")
@@ -291,8 +314,13 @@ def read_model(row: Row, software: Software) -> Transformer:
     seq = facts.get("seq") or args.get("--seq-length")
     if not seq:
         raise Unreadable("the sequence length is not stated")
-    if args.get("--num-experts") or args.get("--hybrid-layer-pattern"):
-        raise Unreadable("experts and state-space layers are not modelled")
+    if args.get("--hybrid-layer-pattern"):
+        raise Unreadable("state-space layers are not modelled")
+    experts = int(facts.get("experts") or args.get("--num-experts") or 0)
+    if arch in ("moe", "mixtral") and not experts:
+        raise Unreadable("the number of experts is not stated")
+    if args.get("--moe-layer-freq"):
+        raise Unreadable("models with experts in some layers only are not modelled")
     if args.get("--multi-latent-attention"):
         raise Unreadable("latent attention is not modelled")
     layers, hidden, seq = int(layers), int(hidden), int(seq)
@@ -305,7 +333,7 @@ def read_model(row: Row, software: Software) -> Transformer:
         ffn = 4 * hidden if not gated else int(4 * hidden * 2 / 3 / 64) * 64
     vocab = facts.get("vocab") or args.get("--vocab-size")
     if not vocab:
-        if arch != "gpt" or row["layout"].get("global_batch") is None:
+        if arch not in ("gpt", "moe") or row["layout"].get("global_batch") is None:
             raise Unreadable("the vocabulary is not stated")
         vocab = GPT2_VOCAB
     positions = str(args.get("--position-embedding-type") or "learned_absolute")
@@ -324,11 +352,15 @@ def read_model(row: Row, software: Software) -> Transformer:
         head_width=int(args.get("--kv-channels") or 0),
         gated=gated,
         tied=not llama and not args.get("--untie-embeddings-and-output-weights"),
-        learned_positions=arch == "gpt" and positions == "learned_absolute",
+        learned_positions=arch in ("gpt", "moe") and positions == "learned_absolute",
         rotary=llama or positions == "rope",
         rms_norm=llama or args.get("--normalization") == "RMSNorm",
-        bias=arch == "gpt" and not args.get("--disable-bias-linear"),
+        bias=arch in ("gpt", "moe") and not args.get("--disable-bias-linear"),
         dropout=dropout,
+        experts=experts,
+        top_k=int(facts.get("top_k") or args.get("--moe-router-topk") or 2),
+        expert_ffn=int(args.get("--moe-ffn-hidden-size") or 0),
+        shared_ffn=int(args.get("--moe-shared-expert-intermediate-size") or 0),
     )
 
 
@@ -336,15 +368,18 @@ _PROFILES: Final = (
     # What the device is called, a word there or in the notes, and the profile; the first that fits.
     ("v100", "", "summit"),
     ("gb200", "", "gb200"),
+    ("b200", "", "gb200"),
     ("gb300", "", "gb300"),
     ("h200", "", "h200"),
     ("h100", "500w", "h100-96g-500w"),
     ("h100", "", "h100"),
+    ("h800", "", "h100"),
     ("a100", "jean zay", "jean-zay"),
     ("a100_40", "", "a100-40g"),
     ("a100 40", "", "a100-40g"),
     ("a100-sxm4-40", "", "a100-40g"),
     ("a100", "", "selene"),
+    ("a800", "", "selene"),
 )
 
 
@@ -363,6 +398,8 @@ def read_machine(row: Row) -> Machine:
         raise Unreadable(f"the device {hardware.get('gpu')!r} has no profile")
     per_node = int(hardware.get("gpus_per_node") or machine.devices_per_node)
     changes: dict[str, Any] = {"devices_per_node": per_node}
+    if "a800" in gpu or "h800" in gpu:
+        changes["intra.bandwidth"] = 200e9  # the same devices with fewer links
     if hardware.get("inter_Gbps_per_node"):
         changes["inter.bandwidth"] = float(hardware["inter_Gbps_per_node"]) * 1e9 / 8
     elif hardware.get("inter_GBps_per_gpu"):
@@ -383,11 +420,17 @@ def read_measured(row: Row) -> Measured:
     elif found.get("mem_GB"):
         # nvidia-smi shows MiB; people write them down as GB.
         memory = float(found["mem_GB"]) * 2**30
+    tokens = _number(found.get("tokens_per_s_per_gpu"))
+    if tokens is None and _number(found.get("tokens_per_s_all")):
+        tokens = float(found["tokens_per_s_all"]) / _devices(row)
+    seconds = _number(found.get("iter_s"))
+    if seconds is None and _number(found.get("iter_ms")):
+        seconds = float(found["iter_ms"]) / 1e3
     return Measured(
-        seconds=_number(found.get("iter_s")),
+        seconds=seconds,
         tflops=_number(found.get("tflops_per_gpu")),
         flops_kind=_flops_kind(row),
-        tokens_per_s=_number(found.get("tokens_per_s_per_gpu")),
+        tokens_per_s=tokens,
         memory_bytes=memory,
         memory_kind="device"
         if "smi" in kind

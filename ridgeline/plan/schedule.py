@@ -140,56 +140,59 @@ def _events(
     """Each rank does its operations in order, each as soon as what it needs has arrived."""
     stages, chunks = len(f), len(f[0])
     plan = orders(schedule, stages, microbatches, chunks, group)
-    arrived: dict[tuple[str, int, int], float] = {}
-    """When the input of (`F` or `B`, global chunk, microbatch) is there."""
+    last = stages * chunks - 1
+    # When the input of a global chunk's microbatch is there; None: not yet.
+    ahead: list[list[float | None]] = [[None] * microbatches for _ in range(last + 2)]
+    back: list[list[float | None]] = [[None] * microbatches for _ in range(last + 2)]
+    ahead[0] = [0.0] * microbatches
+    back[last] = [0.0] * microbatches
     clock = [0.0] * stages
     busy = [0.0] * stages
     place = [0] * stages
-    held = [0] * stages
     most = [0] * stages
-    last = stages * chunks - 1
+    held = [0] * stages
     waiting = True
     while waiting:
         waiting = False
         for rank in range(stages):
-            ops = plan[rank]
-            while place[rank] < len(ops):
-                kind, chunk, micro = ops[place[rank]]
+            ops, at, now = plan[rank], place[rank], clock[rank]
+            worked, holds, begun = busy[rank], held[rank], at
+            mine, theirs = send[rank], send[rank - 1]
+            for kind, chunk, micro in ops[at:]:
                 where = chunk * stages + rank
-                ready = 0.0
-                if kind == "F" and where > 0:
-                    found = arrived.get(("F", where, micro))
-                    if found is None:
-                        break
-                    ready = found
-                elif kind == "B" and where < last:
-                    found = arrived.get(("B", where, micro))
-                    if found is None:
-                        break
-                    ready = found
-                start = max(clock[rank], ready)
                 if kind == "F":
+                    ready = ahead[where][micro]
+                    if ready is None:
+                        break
                     took = f[rank][chunk]
-                    held[rank] += 1
-                    most[rank] = max(most[rank], held[rank])
+                    now = (now if now > ready else ready) + took
+                    holds += 1
+                    if holds > most[rank]:
+                        most[rank] = holds
+                    if where < last:
+                        ahead[where + 1][micro] = now + mine
+                        if blocking:
+                            now += mine
                 elif kind == "B":
+                    ready = back[where][micro]
+                    if ready is None:
+                        break
                     took = b[rank][chunk]
-                    held[rank] -= 1
+                    now = (now if now > ready else ready) + took
+                    holds -= 1
+                    if where > 0:
+                        back[where - 1][micro] = now + theirs
+                        if blocking:
+                            now += theirs
                 else:
                     assert w is not None
                     took = w[rank][chunk]
-                end = start + took
-                busy[rank] += took
-                sent = 0.0
-                if kind == "F" and where < last:
-                    sent = send[rank]
-                    arrived[("F", where + 1, micro)] = end + sent
-                elif kind == "B" and where > 0:
-                    sent = send[rank - 1]
-                    arrived[("B", where - 1, micro)] = end + sent
-                clock[rank] = end + (sent if blocking else 0.0)
-                place[rank] += 1
+                    now += took
+                worked += took
+                at += 1
+            if at > begun:
                 waiting = True
+                place[rank], clock[rank], busy[rank], held[rank] = at, now, worked, holds
     left = sum(len(ops) - at for ops, at in zip(plan, place, strict=True))
     assert left == 0, f"schedule {schedule} waits for itself with {left} operations left"
     return Played(max(clock), sum(busy) / stages, tuple(most))

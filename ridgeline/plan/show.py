@@ -25,6 +25,9 @@ TIME_PARTS = {
     "optimizer": "optimizer",
     "other": "once a step",
     "pressure": "nearly full memory",
+    "stragglers": "waiting for the slowest device",
+    "host_link": "state on the host",
+    "storage": "waiting for samples",
 }
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working", "buffers",
                 "rounding", "context")  # fmt: skip

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ridgeline.plan.kernels import NARROW_HEADS
+
 
 @dataclass(frozen=True)
 class Software:
@@ -41,8 +43,22 @@ class Software:
     """ZeRO sums whole gradients (an all-reduce) before each rank keeps its part."""
     softmax_batch: int = 4
     """The fused softmax needs a multiple of so many (samples x heads); else it is several kernels."""
+    pads_vocab: bool = False
+    """The vocabulary's rows are padded to a multiple of 128 and of the tensor-parallel ranks."""
+    score_passes: float = 1.4
+    """How much longer softmax and dropout over stored scores take than their bytes would: two-byte
+    elements, reductions and random numbers leave them at some six tenths of the memory's rate."""
+    narrow_products: float = 1.2
+    """The same for the two products of attention, whose tiles are no deeper or wider than a head."""
     flash_share: float = 1.0
     """What its fused attention reaches of the device's `flash_efficiency`, which is FlashAttention 2's."""
+    narrow_heads: float = NARROW_HEADS
+    """What its fused attention keeps of its rate with heads of 64 instead of 128."""
+    pressure: float = 1.0
+    """How much a nearly full device costs it, compared with an allocator that has to ask for and give back
+    its blocks every step."""
+    fp8_casts: float = 1.0
+    """Bytes of casts to 8 bits that are moved for it; 0 where norms and activations write 8 bits."""
     selective_products: float = 0.0
     """Share of the products that selective recompute does again where attention is fused."""
     element_passes: float = 1.0
@@ -69,11 +85,13 @@ class Software:
     """Host time of a kernel compared with Megatron's of 2021."""
 
 
-MEGATRON_2021: Final = Software("megatron-2021", attention="fused", gradient_bytes=2)
+MEGATRON_2021: Final = Software(
+    "megatron-2021", attention="fused", gradient_bytes=2, pads_vocab=True
+)
 """Megatron-LM as of Narayanan et al. 2021."""
 MEGATRON_2022: Final = Software(
     "megatron-2022", attention="fused", gradient_bytes=4, overlap_tp_backward=True,
-    fused_gradient_sum=True,
+    fused_gradient_sum=True, pads_vocab=True,
 )  # fmt: skip
 """Megatron-LM as of Korthikanti et al. 2022."""
 MEGATRON_DEEPSPEED: Final = replace(
@@ -88,7 +106,7 @@ DEEPSPEED_ZERO3: Final = replace(
 MEGATRON_CORE: Final = Software(
     "megatron-core", overlap_tp_backward=True, overlap_dp=True, overlap_pp=True,
     fused_gradient_sum=True, optimizer_bytes_moved=50.0, host_share=1.8, dummy_gradients=True,
-    flash_share=1.45,
+    flash_share=1.45, pads_vocab=True, fp8_casts=0.0,
 )  # fmt: skip
 FSDP: Final = Software(
     "fsdp", overlap_dp=True, weight_bytes=4, master_bytes=0, reduce_bytes=4,
@@ -99,8 +117,8 @@ FSDP: Final = Software(
 TORCHTITAN: Final = replace(FSDP, name="torchtitan", selective_products=0.5, element_passes=3.0)
 """Its selective recompute keeps every other product, or recomputes every other layer; norms are written out
 in float32, several kernels each."""
-LLM_FOUNDRY: Final = replace(FSDP, name="llm-foundry", flash_share=0.6)
-"""Attention is the Triton kernel of 2023, on A100 and H100 alike."""
+LLM_FOUNDRY: Final = replace(FSDP, name="llm-foundry", flash_share=0.6, narrow_heads=1.0)
+"""Attention is the Triton kernel of 2023, on A100 and H100 alike; heads of 64 take it no longer."""
 RIDGELINE: Final = replace(
     FSDP, name="ridgeline", reduce_bytes=2, host_share=1.0, optimizer_bytes_moved=45.0,
     sharpness=10.0,

@@ -6,9 +6,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
 from typing import Final
 
+from ridgeline.plan.beside import (
+    compression_s,
+    gradient_bytes,
+    loader_s,
+    local_sync_s,
+    offloaded_s,
+)
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost, LayerCost, end_cost, layer_cost
@@ -17,6 +27,9 @@ from ridgeline.plan.own import is_half, own_ends, own_layer, own_recompute
 from ridgeline.plan.schedule import play
 
 OWN: Final = "ridgeline"
+Times = list[list[float]]
+"""Seconds of a microbatch, by rank and chunk."""
+Pipeline = Callable[[Job, Times, Times], float]
 PIECES: Final = 3.0
 """How much longer copies of a few hundred kilobytes take than their bytes would."""
 
@@ -41,13 +54,19 @@ class StepTime:
     other: float
     pressure: float = 0.0
     """What a device that is nearly full loses."""
+    stragglers: float = 0.0
+    """Waiting for the slowest of all devices."""
+    host_link: float = 0.0
+    """State or activations that go to the host and back, and the optimizer there."""
+    storage: float = 0.0
+    """Waiting for samples."""
 
     @property
     def seconds(self) -> float:
         return (
             self.products + self.attention + self.elementwise + self.tensor_parallel + self.host
             + self.gathers + self.bubble + self.gradients + self.optimizer + self.other
-            + self.pressure
+            + self.pressure + self.stragglers + self.host_link + self.storage
         )  # fmt: skip
 
 
@@ -85,8 +104,9 @@ def stage_costs(job: Job, rank: int) -> _Stage:
         layer = own_layer(job.machine, job.model, job.part, half, job.zero == 3, group)
         ends = own_ends(job.machine, job.model, job.part, half, group)
     else:
-        layer = layer_cost(job.machine, job.model, job.part, job.software, group)
-        ends = end_cost(job.machine, job.model, job.part, job.software, group)
+        layer = layer_cost(job.machine, job.model.active, job.part, job.software, group)
+        layer = _with_dispatch(job, layer)
+        ends = end_cost(job.machine, job.model, job.part, job.software, group, job.vocab_multiple)
     again = recompute_cost(job, layer)
     forward, backward = [], []
     layers = job.layers_of(rank)
@@ -100,6 +120,18 @@ def stage_costs(job: Job, rank: int) -> _Stage:
         forward.append(f)
         backward.append(b)
     return _Stage(forward, backward)
+
+
+def _with_dispatch(job: Job, layer: LayerCost) -> LayerCost:
+    """Tokens go to their experts and come back, forward and backward."""
+    if not job.model.experts or job.ep == 1:
+        return layer
+    here = job.samples * job.model.seq / job.cp / (job.tp if job.sp else 1)
+    sent = 2.0 * here * job.model.top_k * job.model.hidden * job.ep
+    ranks = group_of(job.machine, job.ep, job.tp)
+    there = 2 * collective_s(job.machine, "all_to_all", sent, ranks)
+    trips = Cost(communication=there, kernels=8)
+    return replace(layer, forward=layer.forward + trips, backward=layer.backward + trips)
 
 
 def _stages(job: Job) -> list[_Stage]:
@@ -138,8 +170,8 @@ def parameters_of(job: Job, rank: int) -> int:
     return count
 
 
-def predict_time(job: Job) -> StepTime:
-    """Seconds of a step."""
+def predict_time(job: Job, pipeline: Pipeline | None = None) -> StepTime:
+    """Seconds of a step; `pipeline`: in place of playing the schedule (see `shortest_s`)."""
     machine = job.machine
     host_s = machine.device.host_kernel_s * job.software.host_share
     stages = _stages(job)
@@ -158,7 +190,7 @@ def predict_time(job: Job) -> StepTime:
             forward[rank][chunk] += f
             backward[rank][chunk] += b
             gathers[rank] += (f + b) * job.microbatches
-    pipeline = _pipeline_s(job, forward, backward)
+    piped = (pipeline or pipeline_s)(job, forward, backward)
     sums = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
     busiest = max(range(job.pp), key=sums.__getitem__)
     stage = stages[busiest]
@@ -170,18 +202,38 @@ def predict_time(job: Job) -> StepTime:
     reduction = max(
         _gradients_s(job, rank, sum(backward[rank])) for rank in {0, busiest, job.pp - 1}
     )
-    return StepTime(
+    away = max(
+        offloaded_s(
+            job,
+            parameters_of(job, rank),
+            sum(job.layers_of(rank)),
+            sum(forward[rank]),
+            sum(backward[rank]),
+        )
+        for rank in {0, busiest, job.pp - 1}
+    )
+    time = StepTime(
         products=total.products,
         attention=total.attention,
         elementwise=total.elementwise,
         tensor_parallel=total.communication,
         host=busy - gathers[busiest] - total.device_s,
         gathers=gathers[busiest],
-        bubble=pipeline - busy,
+        bubble=piped - busy,
         gradients=reduction,
         optimizer=max(_optimizer_s(job, rank) for rank in {0, job.pp - 1}),
         other=machine.step_s,
+        stragglers=slowest_of(job.devices) * machine.skew * total.computing_s,
+        host_link=away,
     )
+    return replace(time, storage=max(0.0, loader_s(job) - time.seconds))
+
+
+@lru_cache(maxsize=1024)
+def slowest_of(count: int) -> float:
+    """By how many standard deviations the slowest of so many devices is expected to be slower than the
+    mean: the largest of as many normal values (Blom's formula)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def lower_bound_s(job: Job) -> float:
@@ -221,7 +273,8 @@ def lower_bound_s(job: Job) -> float:
     return best + reduction + _optimizer_s(job, 0) + job.machine.step_s
 
 
-def _pipeline_s(job: Job, forward: list[list[float]], backward: list[list[float]]) -> float:
+def pipeline_s(job: Job, forward: Times, backward: Times) -> float:
+    """All microbatches through all stages, event by event."""
     if job.pp == 1:
         return job.microbatches * (forward[0][0] + backward[0][0])
     send = [send_s(job, rank) for rank in range(job.pp)]
@@ -236,6 +289,18 @@ def _pipeline_s(job: Job, forward: list[list[float]], backward: list[list[float]
     return play(
         job.schedule, job.microbatches, forward, backward, send, None, blocking, job.group
     ).seconds
+
+
+def shortest_s(job: Job, forward: Times, backward: Times) -> float:
+    """The busiest stage's work and the way through the others once: quick, and near enough to tell how
+    a small change of the stages' times changes what `pipeline_s` says."""
+    if job.pp == 1:
+        return pipeline_s(job, forward, backward)
+    sends = [0.0 if job.software.overlap_pp else send_s(job, rank) for rank in range(job.pp)]
+    work = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
+    longest = max(range(job.pp), key=work.__getitem__)
+    through = sum((work[r] / job.virtual + 2 * sends[r]) for r in range(job.pp) if r != longest)
+    return job.microbatches * (work[longest] + 2 * sends[longest] * job.virtual) + through
 
 
 def send_s(job: Job, rank: int) -> float:
@@ -285,6 +350,12 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
     if group.size == 1:
         return 0.0
     machine, count = job.machine, parameters_of(job, rank)
+    averaged = local_sync_s(job, count)
+    if averaged is not None:
+        return averaged
+    wire = float(job.software.reduce_bytes * count)
+    if job.software.name == OWN:
+        wire = gradient_bytes(job, count)
     if job.zero == 3:
         if not job.shard or job.shard == job.dp:
             return 0.0
@@ -296,14 +367,16 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
         # Every rank gets the sum of its part, and sends its new weights to the others.
         seconds = collective_s(machine, "all_gather", 2.0 * count, group)
         if not _reduces_each(job):
-            wire = job.software.reduce_bytes * count
             seconds += collective_s(machine, "reduce_scatter", wire, group)
     else:
-        seconds = collective_s(machine, "all_reduce", job.software.reduce_bytes * count, group)
+        seconds = collective_s(machine, "all_reduce", wire, group)
     if job.model.tied and job.pp > 1 and rank in (0, job.pp - 1):
         tied = 2.0 * job.model.head_parameters(job.tp, job.vocab_multiple)
         seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
-    return _exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds
+    # With the optimizer on the host, gradients are added up in one buffer and reduced at the end.
+    overlaps = job.software.overlap_dp and job.offload != "optimizer"
+    exposed = _exposed(job, seconds, backward_s) if overlaps else seconds
+    return exposed + compression_s(job, count)
 
 
 def rank_alone_s(job: Job, rank: int = 0) -> float:
@@ -321,5 +394,10 @@ def rank_alone_s(job: Job, rank: int = 0) -> float:
 
 
 def _optimizer_s(job: Job, rank: int) -> float:
+    if job.offload in ("optimizer", "params"):
+        return 0.0
     count = parameters_of(job, rank) / (job.sharers if job.zero else 1)
+    if job.model.experts:
+        held = job.model.expert_parameters(job.ep, job.expert_tp or job.tp)
+        count += sum(job.layers_of(rank)) * held / (job.expert_copies if job.zero else 1)
     return moved_s(job.machine.device, job.software.optimizer_bytes_moved * count, 20)

@@ -7,7 +7,7 @@ kernels and `memory.py` into bytes. `rows.py` builds one from a published row, `
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,13 @@ class Transformer:
     bias: bool = True
     dropout: bool = True
     causal: bool = True
+    experts: int = 0
+    """Feed-forwards of each layer, of which a token goes through `top_k`; 0: one, for all tokens."""
+    top_k: int = 1
+    expert_ffn: int = 0
+    """Inner width of one expert; 0: `ffn`."""
+    shared_ffn: int = 0
+    """Inner width of the expert that every token goes through besides; 0: there is none."""
 
     def __post_init__(self) -> None:
         if not self.kv_heads:
@@ -58,6 +65,20 @@ class Transformer:
         return self.ffn * (2 if self.gated else 1)
 
     @property
+    def one_expert(self) -> int:
+        """Weights of one expert's two products."""
+        inner = self.expert_ffn or self.ffn
+        return self.hidden * inner * (3 if self.gated else 2)
+
+    @property
+    def active(self) -> Transformer:
+        """The decoder without experts whose feed-forward has as many columns as a token passes."""
+        if not self.experts:
+            return self
+        inner = self.top_k * (self.expert_ffn or self.ffn) + self.shared_ffn
+        return replace(self, ffn=inner, experts=0)
+
+    @property
     def norm_parameters(self) -> int:
         return self.hidden * (1 if self.rms_norm else 2)
 
@@ -69,14 +90,21 @@ class Transformer:
         """Weights of one layer's four products on one tensor-parallel rank."""
         qkv = self.hidden * (self.query_width + 2 * self.kv_width) / tp
         out = self.query_width * self.hidden / tp
-        return round(qkv + out + self.hidden * self.ffn_in / tp + self.ffn * self.hidden / tp)
+        inner = self.shared_ffn if self.experts else self.ffn
+        return round(qkv + out + (3 if self.gated else 2) * self.hidden * inner / tp)
 
     def layer_parameters(self, tp: int = 1) -> int:
+        """Without experts, which are spread in their own way (`expert_parameters`); with their router."""
         biases = 0.0
         if self.bias:
-            split = self.query_width + 2 * self.kv_width + self.ffn_in
-            biases = split / tp + 2 * self.hidden
-        return round(self.layer_matrices(tp) + biases + 2 * self.norm_parameters)
+            split = self.query_width + 2 * self.kv_width + (0 if self.experts else self.ffn_in)
+            biases = split / tp + (1 if self.experts else 2) * self.hidden
+        router = self.hidden * self.experts
+        return round(self.layer_matrices(tp) + biases + router + 2 * self.norm_parameters)
+
+    def expert_parameters(self, ep: int = 1, tp: int = 1) -> int:
+        """Of one layer's experts on one of `ep` ranks, each split over `tp`."""
+        return round(self.experts / ep * self.one_expert / tp)
 
     def embedding_parameters(self, tp: int = 1, multiple: int = 1) -> int:
         """Of the tokens, and of the positions where those are learned."""
@@ -90,12 +118,13 @@ class Transformer:
     @property
     def num_parameters(self) -> int:
         """All of them, each counted once."""
-        count = self.layers * self.layer_parameters() + self.embedding_parameters()
+        layer = self.layer_parameters() + self.expert_parameters()
+        count = self.layers * layer + self.embedding_parameters()
         return count + self.norm_parameters + (0 if self.tied else self.head_parameters())
 
     def layer_flops(self, tokens: float) -> float:
         """Forward, full (not halved for a causal mask) attention."""
-        products = 2.0 * tokens * self.layer_matrices()
+        products = 2.0 * tokens * self.active.layer_matrices()
         return products + 4.0 * tokens * self.seq * self.query_width
 
     def attention_flops(self, tokens: float) -> float:

@@ -8,35 +8,19 @@ physical parameters of the machine on at most 15 rows, inside bounds. The comman
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ridgeline.errors import UsageError
-from ridgeline.plan import kernels, layer, schedule
-from ridgeline.plan.job import Job
-from ridgeline.plan.machine import Machine
+from ridgeline.plan.calibrate import Change, changed, fit
 from ridgeline.plan.memory import GIB, fits, stage_memory
 from ridgeline.plan.predict import predict
 from ridgeline.plan.rows import ReadRow, Row, Unreadable, read_row
 
-MAX_CALIBRATION_ROWS: Final = 15
+__all__ = ["calibrate", "changed", "check_row", "check_rows", "measured_s", "summarize"]
 
-BOUNDS: Final[dict[str, tuple[float, float]]] = {
-    "device.gemm_efficiency": (0.65, 0.97),
-    "device.memory_efficiency": (0.55, 0.95),
-    "device.tile_overhead": (16.0, 384.0),
-    "device.kernel_s": (1e-6, 8e-6),
-    "device.host_kernel_s": (5e-6, 90e-6),
-    "device.flash_efficiency": (0.25, 0.80),
-    "intra.efficiency": (0.45, 0.92),
-    "intra.latency_s": (5e-6, 120e-6),
-    "inter.efficiency": (0.15, 0.98),
-    "overlap_cost": (0.0, 0.6),
-    "step_s": (0.0, 30e-3),
-}
-"""What may be fitted, and between which values it is still physics: efficiencies below what the best
-published kernels reach, latencies from those of one hop to those of a loaded machine."""
+MAX_CALIBRATION_ROWS: Final = 15
 
 
 @dataclass(frozen=True)
@@ -55,9 +39,6 @@ class Checked:
     skipped: str = ""
 
 
-Change = Callable[[Machine], Machine]
-
-
 def check_row(row: Row, index: int, change: Change | None = None) -> Checked:
     """Predict one row."""
     name, group = str(row.get("id", f"row-{index}")), str(row.get("set", ""))
@@ -68,8 +49,12 @@ def check_row(row: Row, index: int, change: Change | None = None) -> Checked:
         read = read_row(row, index)
     except Unreadable as error:
         return Checked(name, group, {"id": name, "skipped": str(error)}, skipped=str(error))
-    job = read.job if change is None else read.job.replace(machine=change(read.job.machine))
-    return _check(replace(read, job=job))
+    job = read.job if change is None else change(read.job)
+    try:
+        return _check(replace(read, job=job))
+    except (ArithmeticError, ValueError, KeyError, AssertionError) as error:
+        reason = f"its numbers do not go together ({error})"
+        return Checked(name, group, {"id": name, "skipped": reason}, skipped=reason)
 
 
 def _check(read: ReadRow) -> Checked:
@@ -113,6 +98,8 @@ def _check(read: ReadRow) -> Checked:
         reason = "nothing that is predicted was measured"
         return Checked(read.id, read.set, {"id": read.id, "skipped": reason}, skipped=reason)
     values["measured"] = found
+    if read.guessed:
+        values["guessed"] = read.guessed
     values["error_pct"] = None if time_error is None else 100.0 * time_error
     if memory_error is not None:
         values["memory_error_pct"] = 100.0 * memory_error
@@ -166,49 +153,29 @@ def _summary(name: str, what: str, pairs: list[tuple[str, float]]) -> Summary:
     )
 
 
-def calibrate(rows: Sequence[Row], names: Sequence[str] = tuple(BOUNDS)) -> dict[str, float]:
-    """Factors on the machines' parameters that fit at most 15 rows best, each parameter within its
-    bounds: a coordinate search from the shipped values, on the error of time with a light pull towards
-    where it started."""
+def calibrate(rows: Sequence[Row]) -> dict[str, float]:
+    """What `calibrate.fit` finds for at most 15 rows."""
     if len(rows) > MAX_CALIBRATION_ROWS:
         raise UsageError(
             f"{len(rows)} rows in --calibrate are more than the {MAX_CALIBRATION_ROWS} that are allowed; "
             "leave some out"
         )
-    reads = []
+    jobs, seconds = [], []
     for index, row in enumerate(rows):
         try:
             read = read_row(row, index)
         except Unreadable:
             continue
-        if _measured_s(read) is not None:
-            reads.append(read)
-    if not reads:
+        if (was := measured_s(read)) is not None:
+            jobs.append(read.job)
+            seconds.append(was)
+    if not jobs:
         raise UsageError("no row in --calibrate has a time that can be predicted; choose others")
-    machines = list(dict.fromkeys(read.job.machine for read in reads))
-    factors = dict.fromkeys(names, 1.0)
-    best, steps = _loss(reads, factors), dict.fromkeys(names, 0.16)
-    for _ in range(14):
-        for name in names:
-            low, high = BOUNDS[name]
-            for sign in (1.0, -1.0):
-                factor = factors[name] * (1.0 + sign * steps[name])
-                if not all(low <= _get(machine, name) * factor <= high for machine in machines):
-                    continue
-                tried = {**factors, name: factor}
-                loss = _loss(reads, tried)
-                if loss < best - 1e-6:
-                    best, factors = loss, tried
-                    steps[name] *= 1.3
-                    break
-            else:
-                steps[name] /= 2.0
-        if max(steps.values()) < 0.005:
-            break
-    return factors
+    return fit(jobs, seconds)
 
 
-def _measured_s(read: ReadRow) -> float | None:
+def measured_s(read: ReadRow) -> float | None:
+    """A row's time, from whichever of its measures it states."""
     measured, job = read.measured, read.job
     if measured.seconds is not None:
         return measured.seconds
@@ -218,45 +185,3 @@ def _measured_s(read: ReadRow) -> float | None:
         flops = job.model.step_flops(job.tokens, measured.flops_kind)
         return flops / measured.tflops / 1e12 / job.devices
     return None
-
-
-def _loss(reads: list[ReadRow], factors: dict[str, float]) -> float:
-    change = changed(factors)
-    clear_caches()
-    errors = []
-    for read in reads:
-        job: Job = read.job.replace(machine=change(read.job.machine))
-        was = _measured_s(read)
-        assert was is not None
-        errors.append(abs(predict(job).seconds / was - 1.0))
-    pull = sum(abs(factor - 1.0) for factor in factors.values()) / len(factors)
-    # The mean and the median: one wild row should not bend the rest.
-    return statistics.fmean(errors) + 0.3 * statistics.median(errors) + 0.02 * pull
-
-
-def changed(factors: dict[str, float]) -> Change:
-    """A change of machines that multiplies these parameters, each kept within its bounds."""
-
-    def change(machine: Machine) -> Machine:
-        values = {}
-        for name, factor in factors.items():
-            low, high = BOUNDS[name]
-            values[name] = min(max(_get(machine, name) * factor, low), high)
-        return machine.replace(**values)
-
-    return change
-
-
-def clear_caches() -> None:
-    """Results are kept by machine's name and sizes, which calibration changes under them."""
-    kernels.gemm_s.cache_clear()
-    layer.layer_cost.cache_clear()
-    layer.end_cost.cache_clear()
-    schedule._play.cache_clear()
-
-
-def _get(machine: Machine, name: str) -> float:
-    value: Any = machine
-    for part in name.split("."):
-        value = getattr(value, part)
-    return float(value)

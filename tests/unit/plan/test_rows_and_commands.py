@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from ridgeline.cli import app
 from ridgeline.errors import UsageError
+from ridgeline.plan.calibrate import FACTS, PARAMETERS
 from ridgeline.plan.measured import load_measured
 from ridgeline.plan.rows import Unreadable, load_rows, read_row
-from ridgeline.plan.validate import BOUNDS, calibrate, changed, check_row, check_rows
+from ridgeline.plan.validate import calibrate, changed, check_row, check_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "tests" / "golden" / "plan" / "rows.json"
@@ -42,10 +43,13 @@ def test_a_row_becomes_the_job_it_states() -> None:
 @pytest.mark.parametrize(
     ("where", "key", "value", "reason"),
     [
-        ("model", "arch", "moe", "not modelled"),
+        ("model", "arch", "moe", "number of experts is not stated"),
+        ("model", "arch", "t5", "not modelled"),
         ("model", "layers", None, "sizes are not stated"),
         ("hardware", "gpu", "TPU v4", "no profile"),
-        ("layout", "ep", 8, "expert parallelism"),
+        ("layout", "ep", 8, "states none"),
+        ("layout", "precision", "posit", "not modelled"),
+        ("model", "layers", 10**7, "more than"),
         ("layout", "pp", 7, "do not divide"),
         ("layout", "microbatch", None, "microbatch is not stated"),
         ("layout", "precision", "NVFP4", "not modelled"),
@@ -65,10 +69,126 @@ def test_what_cannot_be_expressed_is_said(where: str, key: str, value: Any, reas
     assert set(record) == {"id", "skipped"}
 
 
+def test_other_names_and_missing_fields_are_read() -> None:
+    row = copy.deepcopy(next(r for r in rows() if r["id"] == "megatron_sc21_table1-0008"))
+    plain = read_row(row)
+    model, layout = row["model"], row["layout"]
+    for section, ours, theirs in (
+        (model, "layers", "num_layers"), (model, "hidden", "hidden_size"), (model, "seq", "seq_len"),
+        (layout, "microbatch", "micro_batch_size"), (layout, "precision", "dtype"),
+    ):  # fmt: skip
+        section[theirs] = section.pop(ours)
+    model["arch"], layout["dtype"] = "gpt3", "float16"
+    row["notes"], model["colour"], layout["nothing"] = {"a": [1]}, "blue", None
+    del layout["gpus"], row["hardware"]["notes"], row["set"]
+    read = read_row(row)
+    assert (read.job, read.set, read.guessed) == (plain.job, "", "")
+
+
+@pytest.mark.parametrize(
+    ("framework", "layout", "software"),
+    [
+        ("NeMo 2.0", {}, "megatron-core"),
+        ("PyTorch FSDP", {"zero": 3}, "fsdp"),
+        ("DeepSpeed", {"zero": 1}, "megatron-deepspeed"),
+        ("", {"zero": 3, "dp": 2520, "tp": 1, "pp": 1, "vp": 1}, "fsdp"),
+        ("something else", {}, "megatron-2022"),
+    ],
+)
+def test_unknown_software_is_guessed_and_the_guess_said(
+    framework: str, layout: dict[str, Any], software: str
+) -> None:
+    row = copy.deepcopy(next(r for r in rows() if r["id"] == "megatron_sc21_table1-0008"))
+    row["source"], row["set"] = {"paper": "another one"}, "mine"
+    row["layout"] = {**row["layout"], "framework": framework, **layout}
+    read = read_row(row)
+    assert read.job.software.name == software
+    assert software in read.guessed
+    if layout.get("zero") != 3:  # the others still state the layout's sizes
+        assert check_row(row, 0).values["guessed"] == read.guessed
+
+
+def test_guesses_are_printed(tmp_path: Path) -> None:
+    row = copy.deepcopy(rows()[0])
+    row["source"], row["set"] = {}, "mine"
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    done = call("validate", "--rows", str(path))
+    assert done.exit_code == 0, done.output
+    assert "software that is not known" in done.output
+    assert "mine: 1 (taken as" in done.output
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "intra"),
+    [
+        ("NVIDIA H200 141GB", "h200", None),
+        ("A800-SXM4-80GB", "selene", 200e9),
+        ("B200", "gb200", None),
+    ],
+)
+def test_machines_are_found_by_the_device(gpu: str, name: str, intra: float | None) -> None:
+    row = copy.deepcopy(rows()[0])
+    row["hardware"] = {"gpu": gpu}
+    machine = read_row(row).job.machine
+    assert machine.name == name
+    if intra:
+        assert machine.intra.bandwidth == intra
+
+
+def test_measures_in_other_units() -> None:
+    row = copy.deepcopy(rows()[0])
+    row["measured"] = {"iter_ms": 3528}
+    assert read_row(row).measured.seconds == pytest.approx(3.528)
+    row["measured"] = {"tokens_per_s": 3200.0}
+    assert read_row(row).measured.tokens_per_s == pytest.approx(100.0)
+
+
+def _with_experts() -> dict[str, Any]:
+    return {
+        "id": "experts", "set": "mine", "source": {"repo": "NVIDIA/Megatron-LM tests, dgx_a100"},
+        "hardware": {"gpu": "A100", "gpus_per_node": 8},
+        "model": {"name": "moe", "arch": "moe", "layers": 12, "hidden": 512, "heads": 8, "seq": 1024},
+        "layout": {
+            "gpus": 8, "tp": 2, "pp": 1, "ep": 2, "sp": True, "microbatch": 4, "global_batch": 32,
+            "precision": "bf16",
+            "args": {
+                "--num-experts": 8, "--moe-router-topk": 2, "--bf16": True, "--seq-length": 1024,
+                "--disable-bias-linear": True, "--attention-backend": "unfused",
+            },
+        },
+        "measured": {"mem_max_allocated_bytes": 3.85e9, "mem_kind": "torch allocator (last rank)"},
+    }  # fmt: skip
+
+
+def test_experts_are_spread_over_their_ranks() -> None:
+    """As measured by Megatron-LM's test of a top-2 router with 8 experts on two ranks each."""
+    row = _with_experts()
+    job = read_row(row).job
+    assert (job.model.experts, job.model.top_k, job.ep, job.expert_copies) == (8, 2, 2, 2)
+    expert = 2 * 512 * 2048
+    assert job.model.expert_parameters(job.ep, job.tp) == 4 * expert / 2
+    assert abs(check_row(row, 0).memory_error or 1.0) < 0.05
+
+    def memory(**changes: Any) -> float:
+        from ridgeline.plan.memory import predict_memory
+
+        return predict_memory(job.replace(**changes)).allocated
+
+    assert memory(ep=4) < memory() < memory(ep=1)
+    assert memory(zero=1) < memory()
+    assert check_row(row, 0).values["predicted_s"] > 0
+    more = job.replace(model=job.model.__class__(**{**vars(job.model), "top_k": 4}))
+    from ridgeline.plan.predict import predict
+
+    assert predict(more).seconds > predict(job).seconds
+    assert predict(more).memory.activations > predict(job).memory.activations
+
+
 def test_wild_rows_never_raise() -> None:
     wild = random.Random(3)
     values = (None, 0, 1, 3, 8, 64, -1, "x", True, [], {}, 0.5)
-    some = rows()
+    some = [*rows(), *[_with_experts()] * 100]
     for _ in range(400):
         row = copy.deepcopy(wild.choice(some))
         for _ in range(wild.randint(1, 3)):
@@ -103,12 +223,13 @@ def test_calibration_stays_in_bounds_helps_and_takes_few_rows(tmp_path: Path) ->
     every = [r for r in rows() if r["set"] == "vtrain_single"]
     chosen = every[::5][:12]
     factors = calibrate(chosen)
-    machine = changed(factors)(read_row(every[0]).job.machine)
-    for name, (low, high) in BOUNDS.items():
-        value: Any = machine
+    assert set(factors) <= {*PARAMETERS, *FACTS}
+    job = changed(factors)(read_row(every[0]).job)
+    for name, parameter in PARAMETERS.items():
+        value: Any = job if name.startswith("software.") else job.machine
         for part in name.split("."):
             value = getattr(value, part)
-        assert low <= value <= high
+        assert value == 0 or parameter.low <= value <= parameter.high, name
 
     def error(change: Any) -> float:
         found = [abs(c.time_error) for c in check_rows(chosen, change) if c.time_error is not None]
