@@ -46,13 +46,15 @@ def trace_module(
     unit: str = "samples",
     units_per_sample: int = 1,
     optimizer_slots: int = 2,
+    wide_rms_norm: bool | None = None,
 ) -> ModuleFacts:
     """`build` makes the module, `batch(n)` the inputs and targets of n samples, `loss(output, targets)`
     one number; both are called with the meta device as torch's default. Without a loss it is the
-    output's own `loss`, or the mean of what the module returns."""
+    output's own `loss`, or the mean of what the module returns. `wide_rms_norm` is for facts of another
+    release of torch: see `as_on_device`."""
     model = _build(name, build)
     blocks, how = _places(model)
-    run = _Runs(name, model, blocks, batch, loss or mean_loss)
+    run = _Runs(name, model, blocks, batch, loss or mean_loss, wide_rms_norm)
     roles = _roles(run.step("wide", SIZES[0], None), model)
     pairs = {mode: run.pair(mode, roles) for mode in MODES}
     return ModuleFacts(
@@ -124,10 +126,10 @@ class _Runs:
 
     def __init__(
         self, name: str, model: nn.Module, blocks: dict[str, nn.Module],
-        batch: Callable[[int], Batch], loss: Callable[[Any, Any], Tensor],
+        batch: Callable[[int], Batch], loss: Callable[[Any, Any], Tensor], wide_rms_norm: bool | None,
     ) -> None:  # fmt: skip
         self.name, self.model, self.blocks = name, model, blocks
-        self.batch, self.loss = batch, loss
+        self.batch, self.loss, self.wide_rms_norm = batch, loss, wide_rms_norm
         self.sizes = {n: (p.numel(), p.element_size()) for n, p in model.named_parameters()}
 
     def pair(self, mode: str, roles: Mapping[str, str]) -> Pair:
@@ -147,7 +149,7 @@ class _Runs:
             parameter.grad = None
         try:
             with torch.enable_grad(), torch.device("meta"), recorder.watching([inputs, targets]):
-                with as_on_device(recorder, dtype):
+                with as_on_device(recorder, dtype, self.wide_rms_norm):
                     result = self.loss(_call(self.model, inputs), targets)
                 recorder.start_backward()
                 result.backward()

@@ -73,14 +73,22 @@ class Watcher(Protocol):
 
 
 @contextmanager
-def as_on_device(watcher: Watcher, dtype: torch.dtype | None) -> Iterator[None]:
-    """Run what is inside as CUDA would, under autocast to `dtype` (None: without)."""
+def as_on_device(
+    watcher: Watcher, dtype: torch.dtype | None, wide_rms_norm: bool | None = None
+) -> Iterator[None]:
+    """Run what is inside as CUDA would, under autocast to `dtype` (None: without). Newer releases of torch
+    compute RMS norms in float32 under autocast, older ones in what they are given; `wide_rms_norm` says
+    which (None: as the torch that is here)."""
     libraries = [torch.library.Library("_", "IMPL", _KEY)]
     libraries[0].fallback(torch.library.fallthrough_kernel, _KEY)
     table = torch.library.Library("aten", "IMPL", _KEY)
     libraries.append(table)
     cast = _Cast(watcher, dtype)
-    for name, function in _functions(watcher, cast, dtype).items():
+    widens = wide_rms_norm
+    if widens is None:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        widens = has_kernel("aten::rms_norm", "AutocastCUDA")
+    for name, function in _functions(watcher, cast, dtype, widens).items():
         table.impl(name, _outside(function))
     before = torch.is_autocast_enabled(_DEVICE)
     torch.set_autocast_enabled(_DEVICE, True)
@@ -150,7 +158,7 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _functions(
-    watcher: Watcher, cast: _Cast, dtype: torch.dtype | None
+    watcher: Watcher, cast: _Cast, dtype: torch.dtype | None, widens_rms_norm: bool
 ) -> dict[str, Callable[..., Any]]:
     """By operator: what to do in its place."""
 
@@ -189,9 +197,6 @@ def _functions(
         return call
 
     aten = torch.ops.aten
-    # Newer releases of torch compute it in float32 under autocast, older ones in what they are given.
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    widens_rms_norm = has_kernel("aten::rms_norm", "AutocastCUDA")
     functions: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": attention,
         "rms_norm": rms_norm,

@@ -71,6 +71,7 @@ def unit_costs(pair: Pair) -> list[Costs]:
                 casts=sums.bytes(partial(_is_copy, unit=index)),
                 peak_forward=_both(pair, small.peak_forward, large.peak_forward),
                 peak_backward=_both(pair, small.peak_backward, large.peak_backward),
+                peak_gradients=_both(pair, small.peak_gradients, large.peak_gradients),
                 output=sums.output(index),
             )
         )
@@ -95,8 +96,23 @@ def _is_result(storage: Storage, pair: Pair, unit: int) -> bool:
     return kernel.unit == unit and not kernel.backward
 
 
-def _both(pair: Pair, small: tuple[int, int], large: tuple[int, int]) -> Bytes:
-    return Bytes(pair.amount(small[0], large[0]), pair.amount(small[1], large[1]))
+def _both(pair: Pair, small: Sequence[int], large: Sequence[int]) -> Bytes:
+    """Whole, split and gathered bytes of both batches."""
+    return Bytes(*(pair.amount(a, b) for a, b in zip(small, large, strict=True)))
+
+
+class _Totals:
+    """Whole, split and gathered bytes of both batches, added up."""
+
+    def __init__(self) -> None:
+        self.small, self.large = [0, 0, 0], [0, 0, 0]
+
+    def add(self, place: int, small: int, large: int) -> None:
+        self.small[place] += small
+        self.large[place] += large
+
+    def bytes(self, pair: Pair) -> Bytes:
+        return _both(pair, self.small, self.large)
 
 
 class _Sums:
@@ -113,12 +129,11 @@ class _Sums:
         self.crossing = self._crossing()
 
     def of(self, numbers: Iterable[int]) -> Bytes:
-        sums = [[0, 0], [0, 0]]
+        totals = _Totals()
         for number in numbers:
             small, large = self.all[number]
-            sums[small.split][0] += small.num_bytes
-            sums[small.split][1] += large.num_bytes
-        return Bytes(self.pair.amount(*sums[0]), self.pair.amount(*sums[1]))
+            totals.add(small.place, small.num_bytes, large.num_bytes)
+        return totals.bytes(self.pair)
 
     def bytes(self, wanted: Callable[[Storage], bool]) -> Bytes:
         return self.of(small.number for small, _ in self.all if wanted(small))
@@ -127,13 +142,11 @@ class _Sums:
         return self.of(small.inputs)
 
     def output(self, unit: int) -> Bytes:
-        sums = [[0, 0], [0, 0]]
+        totals = _Totals()
         for number, (first, last, low, high) in self.crossing.items():
             if first <= unit < last:
-                split = self.all[number][0].split
-                sums[split][0] += low
-                sums[split][1] += high
-        return Bytes(self.pair.amount(*sums[0]), self.pair.amount(*sums[1]))
+                totals.add(int(self.all[number][0].split), low, high)
+        return totals.bytes(self.pair)
 
     def _crossing(self) -> dict[int, tuple[int, int, int, int]]:
         """Storages that a later unit's forward reads: from which unit to which, and bytes."""
@@ -179,7 +192,7 @@ def _work(pair: Pair, unit: int, backward: bool, sums: _Sums) -> Work:
     ]
     products: Counter[Product] = Counter()
     attentions: Counter[Attention] = Counter()
-    moved: dict[str, list[list[int]]] = {}
+    moved: dict[str, _Totals] = {}
     for _, small, large in kernels:
         for one, other in ((small.product, large.product), (small.more, large.more)):
             if one is not None and other is not None:
@@ -187,24 +200,25 @@ def _work(pair: Pair, unit: int, backward: bool, sums: _Sums) -> Work:
         if small.attention is not None and large.attention is not None:
             attentions[_attention(pair, small, large)] += 1
         if _only_moves(small):
-            row = moved.setdefault(small.kind, [[0, 0], [0, 0]])[small.split]
-            row[0] += _moves(small)
-            row[1] += _moves(large)
+            place = 1 if small.split else 2 if _gathers(small, sums) else 0
+            moved.setdefault(small.kind, _Totals()).add(place, _moves(small), _moves(large))
     fused_moved, fused_kernels = _fused(pair, [i for i, _, _ in kernels], sums)
     units = (pair.small.units[unit], pair.large.units[unit])
     return Work(
         flops=pair.amount(sum(k.flops for _, k, _ in kernels), sum(k.flops for _, _, k in kernels)),
         products=tuple(replace(p, count=count) for p, count in products.items()),
         attention=tuple(replace(a, count=count) for a, count in attentions.items()),
-        moved={
-            kind: Bytes(pair.amount(*rows[0]), pair.amount(*rows[1]))
-            for kind, rows in moved.items()
-        },
+        moved={kind: totals.bytes(pair) for kind, totals in moved.items()},
         kernels=len(kernels) + sum(small.more is not None for _, small, _ in kernels),
         views=units[0].views[backward],
         fused_moved=fused_moved,
         fused_kernels=fused_kernels,
     )
+
+
+def _gathers(kernel: Kernel, sums: _Sums) -> bool:
+    """Whether it makes what a split layer reads, of which every rank has all."""
+    return any(sums.all[number][0].gathered for number, _ in kernel.writes)
 
 
 def _only_moves(kernel: Kernel) -> bool:
@@ -253,7 +267,7 @@ def _fused(pair: Pair, indices: list[int], sums: _Sums) -> tuple[Bytes, int]:
             producer = sums.all[number][0].producer
             if producer in group:
                 group[root(i)] = root(producer)
-    totals = [[0, 0], [0, 0]]
+    totals = _Totals()
     read: set[tuple[int, int]] = set()
     num_kernels = 0
     for i in indices:
@@ -262,8 +276,7 @@ def _fused(pair: Pair, indices: list[int], sums: _Sums) -> tuple[Bytes, int]:
             num_kernels += 1 + (first.more is not None)
             continue
         if i not in group:
-            totals[first.split][0] += _moves(first)
-            totals[first.split][1] += _moves(second)
+            totals.add(int(first.split), _moves(first), _moves(second))
             num_kernels += 1
             continue
         own = root(i)
@@ -271,24 +284,21 @@ def _fused(pair: Pair, indices: list[int], sums: _Sums) -> tuple[Bytes, int]:
         if "batch_norm" in first.name:
             num_kernels += 1
             times = 2 if first.backward else 1
-            totals[first.split][0] += times * max(size for _, size in first.reads)
-            totals[first.split][1] += times * max(size for _, size in second.reads)
+            low, high = (max(size for _, size in k.reads) for k in (first, second))
+            totals.add(int(first.split), times * low, times * high)
         for (number, low), (_, high) in zip(first.reads, second.reads, strict=True):
             storage = sums.all[number][0]
             producer = storage.producer
             if (producer in group and root(producer) == own) or (own, number) in read:
                 continue
             read.add((own, number))
-            totals[storage.split][0] += low
-            totals[storage.split][1] += high
+            totals.add(storage.place, low, high)
         for (number, low), (_, high) in zip(first.writes, second.writes, strict=True):
             storage = sums.all[number][0]
             outside = any(r not in group or root(r) != own for r in sums.readers.get(number, ()))
             if outside or storage.is_gradient or storage.saved_by is not None:
-                totals[storage.split][0] += low
-                totals[storage.split][1] += high
-    whole, split = totals
-    return Bytes(pair.amount(*whole), pair.amount(*split)), num_kernels
+                totals.add(storage.place, low, high)
+    return totals.bytes(pair), num_kernels
 
 
 def unit_halos(pair: Pair, unit: int) -> tuple[Halo, ...]:
@@ -380,6 +390,7 @@ def merge_equal(blocks: Sequence[Block]) -> tuple[Block, ...]:
                     saved_compiled=_larger(cost.saved_compiled, block.costs[mode].saved_compiled),
                     peak_forward=_larger(cost.peak_forward, block.costs[mode].peak_forward),
                     peak_backward=_larger(cost.peak_backward, block.costs[mode].peak_backward),
+                    peak_gradients=_larger(cost.peak_gradients, block.costs[mode].peak_gradients),
                 )
                 for mode, cost in last.costs.items()
             }

@@ -63,6 +63,8 @@ class Storage:
     num_bytes: int
     unit: int
     split: bool = False
+    gathered: bool = False
+    """Read by a layer that is split, which needs all of it."""
     kind: str = "made"
     """`made`, `parameter`, `buffer`, `input` or `weight` (a parameter in another type)."""
     producer: int = -1
@@ -76,6 +78,11 @@ class Storage:
     """Linear layers whose results it follows from, with nothing between that needs all columns."""
     scores_width: int = 0
     """Of a product of two activations: its inner dimension."""
+
+    @property
+    def place(self) -> int:
+        """Among bytes that are whole, split and gathered."""
+        return 1 if self.split else 2 if self.gathered else 0
 
 
 @dataclass

@@ -51,11 +51,14 @@ class Unit:
     inputs: set[int] = field(default_factory=set)
     """Storages that the block was called with."""
     modules: list[str] = field(default_factory=list)
-    peak_forward: tuple[int, int] = (0, 0)
-    """Whole and split."""
-    peak_backward: tuple[int, int] = (0, 0)
-    before: tuple[int, int] = (0, 0)
+    peak_forward: tuple[int, ...] = (0, 0, 0)
+    """Whole, split and gathered."""
+    peak_backward: tuple[int, ...] = (0, 0, 0)
+    peak_gradients: tuple[int, ...] = (0, 0, 0)
+    before: tuple[int, ...] = (0, 0, 0)
     """Kept by the units before it."""
+    gradients: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """Of its parameters, so far."""
     views: list[int] = field(default_factory=lambda: [0, 0])
 
 
@@ -81,8 +84,8 @@ class Recorder(TorchDispatchMode):
         self.stack: list[str] = []
         self.events: list[tuple[int, int, str]] = [(0, 0, "")]
         self.backward = self.muted = False
-        self.live = [0, 0]
-        self.kept = [0, 0]
+        self.live = [0, 0, 0]
+        self.kept = [0, 0, 0]
         self.pairs: dict[str, set[str]] = {}
         """Found row-split layers and the column-split ones before them."""
         self.broken: set[str] = set()
@@ -136,7 +139,7 @@ class Recorder(TorchDispatchMode):
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.backward:
             return
-        name = self.names.get(id(module), "")
+        name = self._name(module)
         if id(module) in self.block_names:
             self._begin_unit(name, module)
             found = (self._known(t) for t in find_tensors((args, kwargs)))
@@ -148,6 +151,17 @@ class Recorder(TorchDispatchMode):
         if self.roles.get(name) in ("column", "head"):
             self._note_column_input(name, find_tensors((args, kwargs)))
 
+    def _name(self, module: nn.Module) -> str:
+        """Of a module that several others share, the name that the one at work has for it."""
+        first = self.names.get(id(module), "")
+        parent = self.stack[-1] if self.stack else ""
+        if not parent or first.rpartition(".")[0] == parent:
+            return first
+        for name, child in self.model.get_submodule(parent).named_children():
+            if child is module:
+                return f"{parent}.{name}"
+        return first
+
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.backward:
             return
@@ -158,7 +172,7 @@ class Recorder(TorchDispatchMode):
         self._mark(self.stack[-1] if self.stack else "")
 
     def _begin_unit(self, name: str, module: nn.Module | None) -> None:
-        self.units.append(Unit(name, module, before=(self.kept[0], self.kept[1])))
+        self.units.append(Unit(name, module, before=tuple(self.kept)))
         self._mark(self.stack[-1] if self.stack else "")
 
     def _mark(self, module: str) -> None:
@@ -217,19 +231,19 @@ class Recorder(TorchDispatchMode):
         found = self.known.get(piece._cdata)
         if found is None:
             unit = self._where()[0]
-            found = Storage(len(self.storages), piece.nbytes(), unit, split, kind)
+            found = Storage(len(self.storages), piece.nbytes(), unit, split, kind=kind)
             self.storages.append(found)
             self.known[piece._cdata] = found
             weakref.finalize(piece, self._gone, piece._cdata, found)
             if kind in ("made", "weight"):
-                self.live[found.split] += found.num_bytes
+                self.live[found.place] += found.num_bytes
         return found
 
     def _gone(self, key: int, storage: Storage) -> None:
         if self.known.get(key) is storage:
             del self.known[key]
         if storage.kind in ("made", "weight") and not storage.is_gradient:
-            self.live[storage.split] -= storage.num_bytes
+            self.live[storage.place] -= storage.num_bytes
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = self._known(tensor)
@@ -238,9 +252,9 @@ class Recorder(TorchDispatchMode):
         if storage.saved_by is None and storage.kind in ("made", "weight", "input"):
             unit, module = self._where()
             storage.saved_by = (unit, module)
-            self.kept[storage.split] += storage.num_bytes
+            self.kept[storage.place] += storage.num_bytes
             if storage.kind == "input":
-                self.live[storage.split] += storage.num_bytes
+                self.live[storage.place] += storage.num_bytes
         if not tensor.requires_grad:
             return tensor
         # Not the tensor itself, which would hold the graph that holds it.
@@ -256,25 +270,24 @@ class Recorder(TorchDispatchMode):
         storage = self._known(parameter.grad)
         if storage is not None and not storage.is_gradient:
             storage.is_gradient = True
-            self.live[storage.split] -= storage.num_bytes
+            self.live[storage.place] -= storage.num_bytes
+            self.units[self._last[0]].gradients[storage.place] += storage.num_bytes
 
     def note_weight(self, copy: Tensor, of: Tensor) -> None:
         storage, parameter = self._storage(copy), self._known(of)
         storage.kind = "weight"
-        if parameter is not None and parameter.split and not storage.split:
-            self.live[0] -= storage.num_bytes
-            self.live[1] += storage.num_bytes
-            storage.split = True
+        if parameter is not None and parameter.split:
+            self._set_place(storage, True, False)
 
     def _peak(self) -> None:
         unit = self.units[self._where()[0]]
-        now = (self.live[0] - unit.before[0], self.live[1] - unit.before[1])
-        most = unit.peak_backward if self.backward else unit.peak_forward
-        if sum(now) > sum(most):
-            if self.backward:
-                unit.peak_backward = now
-            else:
-                unit.peak_forward = now
+        now = tuple(live - before for live, before in zip(self.live, unit.before, strict=True))
+        if not self.backward:
+            unit.peak_forward = max(unit.peak_forward, now, key=sum)
+            return
+        unit.peak_backward = max(unit.peak_backward, now, key=sum)
+        with_own = tuple(a + b for a, b in zip(now, unit.gradients, strict=True))
+        unit.peak_gradients = max(unit.peak_gradients, with_own, key=sum)
 
     # Kernels
 
@@ -337,12 +350,16 @@ class Recorder(TorchDispatchMode):
                 name, read, role, self.backward, [s.split for s in sources], sources
             )
             split = split if name in ("bmm", "baddbmm") else bool(product[2])
+            if role in ("column", "head") and not self.backward:
+                for storage in activations:
+                    if storage.kind == "made" and not storage.split:
+                        self._set_place(storage, False, True)
         made = [self._storage(t) for t in written]
         index = len(self.kernels)
         for tensor, storage in zip(written, made, strict=True):
             if storage.producer < 0 and storage.kind == "made":
                 storage.producer = index
-                self._set_split(storage, is_result_split(name, role, self.backward, split))
+                self._set_place(storage, is_result_split(name, role, self.backward, split), False)
                 storage.is_product |= is_matrix or name in ("convolution", "attention")
                 storage.is_mask = name == "native_dropout" and tensor.dtype == torch.bool
         if name in EMPTY:
@@ -384,11 +401,15 @@ class Recorder(TorchDispatchMode):
         )
         self._peak()
 
-    def _set_split(self, storage: Storage, split: bool) -> None:
-        if split != storage.split:
-            self.live[storage.split] -= storage.num_bytes
-            self.live[split] += storage.num_bytes
-            storage.split = split
+    def _set_place(self, storage: Storage, split: bool, gathered: bool) -> None:
+        before = storage.place
+        storage.split, storage.gathered = split, gathered
+        if storage.place != before and storage.kind in ("made", "weight"):
+            self.live[before] -= storage.num_bytes
+            self.live[storage.place] += storage.num_bytes
+            if storage.saved_by is not None:
+                self.kept[before] -= storage.num_bytes
+                self.kept[storage.place] += storage.num_bytes
 
     def _trail(
         self,

@@ -45,22 +45,21 @@ class Amount:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes that every tensor-parallel rank has, and bytes that such ranks divide among them."""
+    """Bytes that every tensor-parallel rank has, bytes that such ranks divide among them, and bytes that
+    every rank has even where what is whole is divided along the sequence: inputs of split layers."""
 
     whole: Amount = Amount()
     split: Amount = Amount()
-
-    def at(self, samples: float, tp: int = 1, sp: bool = False) -> float:
-        """On one rank; `sp`: what is whole is divided along the sequence."""
-        whole = self.whole.at(samples)
-        return whole / (tp if sp else 1) + self.split.at(samples) / tp
+    gathered: Amount = Amount()
 
     @property
     def total(self) -> Amount:
-        return self.whole + self.split
+        return self.whole + self.split + self.gathered
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(self.whole + other.whole, self.split + other.split)
+        return Bytes(
+            self.whole + other.whole, self.split + other.split, self.gathered + other.gathered
+        )
 
 
 @dataclass(frozen=True)
@@ -152,6 +151,8 @@ class Costs:
     peak_forward: Bytes
     """Most at one time, beyond what the blocks before keep and beyond parameters and gradients."""
     peak_backward: Bytes
+    peak_gradients: Bytes
+    """The same in backward with the gradients that the block itself has made by then."""
     output: Bytes
     """What later blocks read: what a pipeline sends if it is cut behind this block."""
 
@@ -250,6 +251,11 @@ class ModuleFacts:
     @property
     def num_blocks(self) -> int:
         return sum(b.count for b in self.blocks)
+
+    @property
+    def most_stages(self) -> int:
+        """Of a pipeline, each with a parameter."""
+        return sum(b.count for b in self.blocks if b.parameters)
 
     def flops(self, samples: float = 1.0) -> tuple[float, float]:
         """Forward and backward of so many samples."""
