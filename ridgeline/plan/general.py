@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -35,6 +35,8 @@ DISPATCHED: Final = 4.7
 """Host time of a call under tensor parallelism: what `own.py` has for a layer, over the layer's calls."""
 SPREAD: Final = 0.16
 """How much more it is with sequence parallelism."""
+HEADS: Final = (32, 64, 96, 128, 192, 256)
+"""Widths of a head that fused attention has kernels for; others are filled up to the next."""
 FLASH_BACK: Final = 2
 """Kernels of fused attention's backward besides the largest."""
 
@@ -71,20 +73,20 @@ class ModuleJob(Placed):
         """Of a step, on all devices, in the module's unit."""
         return self.global_batch * self.model.units_per_sample
 
-    @property
+    @cached_property
     def mode(self) -> str:
         if element_bytes(self.precision) == 4:
             return "wide"
-        return "half" if is_half(self.zero, self.precision) or self.zero else "cast"
+        return "half" if is_half(self.zero, self.precision) else "cast"
 
-    @property
+    @cached_property
     def part(self) -> Share:
         return Share(
             self.samples, self.tp, self.sp, self.spatial, self.mode, self.precision,
             self.software.compiled, self.zero == 3,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def stages(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Blocks of every chunk of the pipeline, in order: index in the module, and how many."""
         return _stages(self.model, self.pp * self.virtual)
@@ -220,8 +222,9 @@ def _direction(device: Device, work: Work, part: Share, backward: bool) -> Cost:
             continue
         heads = one.heads / (part.tp if one.split else 1)
         num_fused += one.count
+        width = next((w for w in HEADS if w >= one.width), one.width)
         attention += one.count * flash_s(
-            device, round(one.batch.at(part.samples)), heads, one.seq, one.keys, one.width,
+            device, round(one.batch.at(part.samples)), heads, one.seq, one.keys, width,
             one.causal, low, backward,
         )  # fmt: skip
     if part.compiled:

@@ -130,9 +130,10 @@ def _backward(job: ModuleJob, block: Block, gradients: bool) -> float:
         peak -= job.bytes(costs.saved) - job.bytes(costs.saved_compiled)
     if recomputes(job, block):
         peak += job.bytes(costs.saved_full)
-        # Its neighbours of the same stretch are there again too.
-        alike = [job.bytes(b.costs[job.mode].saved) for b in job.model.blocks if b.recompute]
-        peak += (_stretch(job, block) - 1) * sum(alike) / len(alike)
+        if (neighbours := _stretch(job, block) - 1) > 0:
+            # The others of the same stretch are there again too.
+            alike = [job.bytes(b.costs[job.mode].saved) for b in job.model.blocks if b.recompute]
+            peak += neighbours * sum(alike) / len(alike)
     return peak
 
 

@@ -82,9 +82,10 @@ def _timed(job: ModuleJob) -> tuple[list[Stage], list[list[float]], list[list[fl
 def module_time(job: ModuleJob) -> StepTime:
     """Seconds of a step."""
     stages, forward, backward, gathers = _timed(job)
-    pipeline = _pipeline_s(job, forward, backward)
     sums = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
     busiest = max(range(job.pp), key=sums.__getitem__)
+    # A long run is played in part; what it comes to is never less than the busiest stage's own work.
+    pipeline = max(_pipeline_s(job, forward, backward), job.microbatches * sums[busiest])
     total = Cost()
     for cost in (*stages[busiest][0], *stages[busiest][1]):
         total += cost
