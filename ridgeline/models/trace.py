@@ -67,6 +67,7 @@ def trace_module(
         splits=_splits(pairs["wide"], model, roles),
         whole="" if roles else _why_whole(model),
         tied=_tied(model),
+        tied_parameters=sum(model.get_parameter(name).numel() for name in _tied(model)),
     )
 
 

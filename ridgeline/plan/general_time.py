@@ -46,7 +46,17 @@ def _stages(job: ModuleJob) -> list[Stage]:
 
 def parameters_of(job: ModuleJob, rank: int) -> float:
     """Of one stage on one tensor-parallel rank."""
-    return sum(count * block.parameters_of(job.tp) for block, count in job.blocks_of(rank))
+    own = sum(count * block.parameters_of(job.tp) for block, count in job.blocks_of(rank))
+    return own + _tied(job, rank)
+
+
+def _tied(job: ModuleJob, rank: int) -> float:
+    """What the last stage holds of another's parameters, divided as that has them."""
+    if job.pp == 1 or rank < job.pp - 1:
+        return 0.0
+    first = job.model.blocks[0]
+    share = first.parameters_of(job.tp) / first.parameters if first.parameters else 1.0
+    return job.model.tied_parameters * share
 
 
 def trainable_of(job: ModuleJob, rank: int) -> float:
@@ -55,9 +65,10 @@ def trainable_of(job: ModuleJob, rank: int) -> float:
     def share(block: Block) -> float:
         return block.trainable / block.parameters if block.parameters else 0.0
 
-    return sum(
+    own = sum(
         count * block.parameters_of(job.tp) * share(block) for block, count in job.blocks_of(rank)
     )
+    return own + _tied(job, rank)
 
 
 def _timed(job: ModuleJob) -> tuple[list[Stage], list[list[float]], list[list[float]], list[float]]:

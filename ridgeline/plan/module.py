@@ -233,6 +233,8 @@ class ModuleFacts:
     """Why tensor-parallel ranks have nothing to divide, where they have not."""
     tied: tuple[str, ...] = ()
     """Names of parameters that are another's too; they are counted once."""
+    tied_parameters: int = 0
+    """Elements of those, which a pipeline holds once more on its last stage."""
     notes: tuple[str, ...] = ()
     version: int = VERSION
 
