@@ -1,7 +1,8 @@
 """`ridgeline plan`: memory and time of layouts before anything runs, and how far to trust them.
 
-`ridgeline plan MODEL ...` looks for the best layouts; `ridgeline plan validate` compares predictions with
-rows that others measured. Needs no torch. Added to the app by `cli.py`.
+`ridgeline plan MODEL ...` looks for the best layouts; `ridgeline plan facts` traces a module into facts
+that can be planned from; `ridgeline plan validate` compares predictions with rows that others measured.
+Needs no torch but to trace. Added to the app by `cli.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import typer.core
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
+    from ridgeline.plan.kinds import Model
     from ridgeline.plan.machine import Machine
+    from ridgeline.plan.module import ModuleFacts
     from ridgeline.plan.search import Found
-    from ridgeline.plan.transformer import Transformer
     from ridgeline.plan.validate import Checked, Summary
 
 
@@ -44,7 +46,12 @@ def plan() -> None:
 
 @plan_app.command()
 def best(
-    model: Annotated[str, typer.Argument(help="A model's name, or a recipe of a Llama.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model's name, a recipe, facts of a module as JSON, or package.module:factory."
+        ),
+    ],
     machine: Annotated[
         str,
         typer.Option(
@@ -62,7 +69,8 @@ def best(
     by: Annotated[str, typer.Option(help="Rank by time, memory or cost.")] = "time",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     tokens: Annotated[
-        float | None, typer.Option(help="A goal in tokens, for days and cost.")
+        float | None,
+        typer.Option(help="A goal in tokens (or samples), for days and cost."),
     ] = None,
     price: Annotated[float, typer.Option(help="Of a device and hour, for the cost.")] = 0.0,
     why: Annotated[
@@ -81,6 +89,12 @@ def best(
     write: Annotated[
         Path | None, typer.Option(help="Put the best layout into this recipe.")
     ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", help="One sample's shape for package.module:factory, as 3x224x224."
+        ),
+    ] = None,
 ) -> None:
     """The best layouts of a model on a machine."""
     from ridgeline.plan.machine import load_machine
@@ -89,7 +103,7 @@ def best(
 
     if by not in ORDERS:
         raise UsageError(f"--by {by} is none of {', '.join(ORDERS)}")
-    sizes, own_batch = _model(model, seq)
+    sizes, own_batch = _model(model, seq, inputs or [])
     if machine.endswith(".json"):
         from ridgeline.plan.measured import load_measured
 
@@ -123,19 +137,83 @@ def best(
         _write(write, str(found.best[0].layout))
 
 
-def _model(name: str, seq: int | None) -> tuple[Transformer, int]:
-    """The sizes, and the batch that goes with them."""
+def _model(name: str, seq: int | None, inputs: list[str]) -> tuple[Model, int]:
+    """A model's sizes or a module's facts, and the batch that goes with them."""
     from ridgeline.plan.known import MODELS, find_model, model_of_recipe
 
     if name in MODELS:
         return find_model(name, seq), 1024
     from ridgeline.config import find_recipe, load_config, recipe_names
 
-    if name not in recipe_names() and not name.endswith((".yaml", ".yml")):
+    is_recipe = name in recipe_names() or name.endswith((".yaml", ".yml"))
+    if not is_recipe and not name.endswith(".json") and ":" not in name:
         return find_model(name, seq), 1024
-    config = load_config(find_recipe(name), []).config
-    length = seq or config.data.args.get("seq_len") or (config.data.args.get("shape") or [None])[0]
-    return model_of_recipe(config.model.name, config.model.args, length), config.train.batch
+    if is_recipe:
+        config = load_config(find_recipe(name), []).config
+        args = config.data.args
+        if config.model.name == "llama":
+            length = seq or args.get("seq_len") or (args.get("shape") or [None])[0]
+            return model_of_recipe("llama", config.model.args, length), config.train.batch
+    if seq is not None:
+        raise UsageError(
+            f"--seq {seq} is for models that are planned by their sizes, and {name} is planned from a "
+            "trace; change the recipe or --input, and trace it again"
+        )
+    if name.endswith(".json"):
+        from ridgeline.plan.module import load_facts
+
+        return load_facts(Path(name)), 1024
+    return _trace(name, [], inputs), config.train.batch if is_recipe else 1024
+
+
+def _trace(name: str, overrides: list[str], inputs: list[str]) -> ModuleFacts:
+    """Facts of a recipe's model, or of a module of the user's own."""
+    from ridgeline.cli_shared import require_torch
+
+    require_torch(f"tracing {name}")
+    from ridgeline.train.traced import trace_named, trace_recipe
+
+    if ":" in name:
+        if overrides:
+            raise UsageError(f"{overrides[0]!r} changes a recipe, and {name} is none; leave it out")
+        return trace_named(name, inputs)
+    from ridgeline.config import find_recipe, load_config
+
+    if inputs:
+        raise UsageError(
+            f"--input {inputs[0]} is for package.module:factory; {name} has its own samples"
+        )
+    return trace_recipe(load_config(find_recipe(name), overrides).config)
+
+
+@plan_app.command()
+def facts(
+    model: Annotated[str, typer.Argument(help="A recipe, or package.module:factory.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to a recipe, as train.batch=64.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            help="One sample's shape and type for package.module:factory, as 3x224x224, 128:int64 or "
+            "input_ids=128:int64; once for each argument.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write the facts to this JSON file.")
+    ] = None,
+) -> None:
+    """Trace a module on the meta device; `ridgeline plan FILE` then plans it without torch."""
+    from ridgeline.plan.module import write_facts
+    from ridgeline.plan.show import show_facts
+
+    found = _trace(model, overrides or [], inputs or [])
+    for line in show_facts(found):
+        typer.echo(line)
+    if out is not None:
+        write_facts(found, out)
+        typer.echo(f"\nfacts written to {out}")
 
 
 def _changed(machine: Machine, changes: list[str]) -> Machine:
@@ -159,13 +237,14 @@ def _changed(machine: Machine, changes: list[str]) -> Machine:
     return machine
 
 
-def _explain(text: str, model: Transformer, machine: Machine, devices: int, batch: int) -> None:
+def _explain(text: str, model: Model, machine: Machine, devices: int, batch: int) -> None:
     from ridgeline.layout import Layout, require_layout
     from ridgeline.plan.beside import assumptions
-    from ridgeline.plan.job import job_from_layout
+    from ridgeline.plan.kinds import kind_of
     from ridgeline.plan.predict import predict
     from ridgeline.plan.search import Planned
     from ridgeline.plan.show import explain
+    from ridgeline.plan.software import RIDGELINE
 
     layout = Layout.parse_for(text, devices, "--explain")
     require_layout(layout, "--explain")
@@ -175,12 +254,14 @@ def _explain(text: str, model: Transformer, machine: Machine, devices: int, batc
             f"--batch {batch} is not divisible by the {parts} parts of {text!r} in --explain; "
             f"use --batch {-(-batch // parts) * parts}"
         )
-    if layout.pp * layout.virtual > model.layers:
+    kind = kind_of(model)
+    most = kind.choices(model, machine).most_stages
+    if layout.pp * layout.virtual > most:
         raise UsageError(
             f"{layout.pp * layout.virtual} stages of {text!r} in --explain are more than the "
-            f"{model.layers} layers of {model.name}; use pp={model.layers} or less"
+            f"{most} layers of {model.name}; use pp={most} or less"
         )
-    job = job_from_layout(model, machine, layout, batch)
+    job = kind.arrange(model, machine, layout, batch, RIDGELINE)
     for line in assumptions(job):
         typer.echo(line)
     predicted = predict(job)
@@ -188,7 +269,7 @@ def _explain(text: str, model: Transformer, machine: Machine, devices: int, batc
         typer.echo(line)
 
 
-def _scale(text: str, model: Transformer, machine: Machine, batch: int, precision: str) -> None:
+def _scale(text: str, model: Model, machine: Machine, batch: int, precision: str) -> None:
     from ridgeline.plan.search import scale
     from ridgeline.plan.show import show_scale
 

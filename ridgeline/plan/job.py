@@ -1,7 +1,8 @@
 """A job to be planned: a model, a machine, and how the one is spread over the other.
 
 A `Layout` says less than the planner needs (how many samples, which software) and a published row says it
-in other words; both become a `Job`. `time.py` and `memory.py` read nothing else.
+in other words; both become a `Job`. `time.py` and `memory.py` read nothing else. `Placed` is what a job of
+a traced module (`general.py`) has in common with it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,54 @@ from ridgeline.plan.software import RIDGELINE, Software
 from ridgeline.plan.transformer import Transformer
 
 
+class Placed:
+    """Sizes of an arrangement and what follows from them: groups of ranks and their places."""
+
+    machine: Machine
+    dp: int
+    tp: int
+    cp: int
+    pp: int
+    shard: int
+    samples: int
+    microbatches: int
+    spatial: tuple[int, int] = (1, 1)
+    """Tiles of an image; only modules that were traced have them."""
+
+    @property
+    def tiles(self) -> int:
+        return self.spatial[0] * self.spatial[1]
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp * self.tiles
+
+    @property
+    def global_batch(self) -> int:
+        return self.dp * self.samples * self.microbatches
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that share one copy of sharded state."""
+        return self.shard or self.dp * self.cp
+
+    def tp_group(self) -> Group:
+        return group_of(self.machine, self.tp, 1)
+
+    def dp_group(self) -> Group:
+        return group_of(self.machine, self.dp * self.cp * self.tiles, self.tp)
+
+    def crosses_nodes(self, rank: int) -> bool:
+        """Whether the link from a stage to the next leaves the node."""
+        stride = self.tp * self.cp * self.dp * self.tiles
+        if self.devices <= self.machine.devices_per_node:
+            return False
+        per_node = self.machine.devices_per_node
+        return stride >= per_node or ((rank + 1) * stride) % per_node == 0
+
+
 @dataclass(frozen=True)
-class Job:
+class Job(Placed):
     """One training step of one arrangement."""
 
     model: Transformer
@@ -55,12 +102,8 @@ class Job:
     """Ranks that each expert is split over; 0: `tp`."""
 
     @property
-    def devices(self) -> int:
-        return self.dp * self.tp * self.cp * self.pp
-
-    @property
-    def global_batch(self) -> int:
-        return self.dp * self.samples * self.microbatches
+    def unit(self) -> str:
+        return "tokens"
 
     @property
     def tokens(self) -> int:
@@ -70,11 +113,6 @@ class Job:
     @property
     def part(self) -> Slice:
         return Slice(self.samples, self.tp, self.cp, self.sp, self.precision)
-
-    @property
-    def sharers(self) -> int:
-        """Ranks that share one copy of sharded state."""
-        return self.shard or self.dp * self.cp
 
     @property
     def expert_copies(self) -> int:
@@ -89,20 +127,6 @@ class Job:
         first = (places - rest) // 2
         chunks = (chunk * self.pp + rank for chunk in range(self.virtual))
         return [base + (first <= place < first + rest) for place in chunks]
-
-    def tp_group(self) -> Group:
-        return group_of(self.machine, self.tp, 1)
-
-    def dp_group(self) -> Group:
-        return group_of(self.machine, self.dp * self.cp, self.tp)
-
-    def crosses_nodes(self, rank: int) -> bool:
-        """Whether the link from a stage to the next leaves the node."""
-        stride = self.tp * self.cp * self.dp
-        if self.devices <= self.machine.devices_per_node:
-            return False
-        per_node = self.machine.devices_per_node
-        return stride >= per_node or ((rank + 1) * stride) % per_node == 0
 
     def replace(self, **changes: Any) -> Job:
         return replace(self, **changes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ridgeline.plan.beside import BLOCKS_HERE
-from ridgeline.plan.job import Job
+from ridgeline.plan.job import Job, Placed
 from ridgeline.plan.kernels import element_bytes
 from ridgeline.plan.own import is_half, own_activations, own_logits
 from ridgeline.plan.schedule import play
@@ -276,6 +276,6 @@ def predict_memory(job: Job) -> StepMemory:
     return max((stage_memory(job, rank) for rank in ranks), key=lambda m: m.allocated)
 
 
-def fits(job: Job, memory: StepMemory, margin: float = 0.04) -> bool:
+def fits(job: Placed, memory: StepMemory, margin: float = 0.04) -> bool:
     """Whether a step runs, with a share of the device kept free for what is not foreseen."""
     return memory.device <= (1.0 - margin) * job.machine.device.memory_bytes

@@ -1,6 +1,7 @@
 """Time and memory of a job together, since each has a say in the other.
 
-`predict` is what everything above the models calls: validation, search and the commands.
+`predict` is what everything above the models calls: validation, search and the commands. What kind of
+model a job is of, `kinds.py` knows.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ridgeline.layout import Layout
-from ridgeline.plan.job import Job, job_from_layout
+from ridgeline.plan.kinds import AnyJob, Model, kind_of
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.memory import StepMemory, predict_memory
+from ridgeline.plan.memory import StepMemory
 from ridgeline.plan.software import RIDGELINE, Software
-from ridgeline.plan.time import StepTime, predict_time
-from ridgeline.plan.transformer import Transformer
+from ridgeline.plan.time import StepTime
 
 PRESSED: Final = 0.88
 """Share of the device from which the allocator has to give blocks back and ask for others."""
@@ -34,22 +34,23 @@ class Prediction:
         return self.time.seconds
 
 
-def predict(job: Job, memory: StepMemory | None = None) -> Prediction:
+def predict(job: AnyJob, memory: StepMemory | None = None) -> Prediction:
     """Seconds and bytes of a step. A device that is nearly full is slower: memory that was cached is
     returned and asked for again, and both wait for the device."""
-    memory = memory or predict_memory(job)
-    time = predict_time(job)
+    kind = kind_of(job.model)
+    memory = memory or kind.memory(job)
+    time = kind.time(job)
     return Prediction(replace(time, pressure=pressure(job, memory) * time.seconds), memory)
 
 
-def pressure(job: Job, memory: StepMemory) -> float:
+def pressure(job: AnyJob, memory: StepMemory) -> float:
     """By how much a device that is nearly full is slower."""
     used = memory.device / job.machine.device.memory_bytes
     return max(min(used, FULL) - PRESSED, 0.0) * job.software.pressure
 
 
 def predict_layout(
-    model: Transformer, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE
+    model: Model, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE
 ) -> Prediction:
     """A step of a global batch in a layout."""
-    return predict(job_from_layout(model, machine, layout, batch, software))
+    return predict(kind_of(model).arrange(model, machine, layout, batch, software))

@@ -1,8 +1,9 @@
 """All layouts that the composition table allows for so many devices, and the best of them.
 
 Pruning is sound: a layout is dropped without being played only when its weights alone do not fit, or when
-a bound that no schedule can beat is already worse than the worst of the best found. Called by
-`cli_plan.py`; one core looks through the layouts of 16,384 devices in seconds.
+a bound that no schedule can beat is already worse than the worst of the best found. What a model is, a
+transformer's sizes or a traced module's facts, is `kinds.py`'s affair. Called by `cli_plan.py`; one core
+looks through the layouts of 16,384 devices in seconds.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.layout import Layout, check_available, check_layout
-from ridgeline.plan.job import Job, job_from_layout
+from ridgeline.plan.kinds import AnyJob, Choices, Model, divisors, kind_of
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.memory import StepMemory, fits, predict_memory
+from ridgeline.plan.memory import StepMemory, fits
 from ridgeline.plan.predict import predict, pressure
 from ridgeline.plan.software import RIDGELINE, Software
-from ridgeline.plan.time import StepTime, lower_bound_s, parameters_of
-from ridgeline.plan.transformer import Transformer
+from ridgeline.plan.time import StepTime
 
 ORDERS = ("time", "memory", "cost")
 
@@ -29,7 +29,7 @@ class Planned:
     """A layout with what it takes."""
 
     layout: Layout
-    job: Job
+    job: AnyJob
     time: StepTime
     memory: StepMemory
 
@@ -39,6 +39,7 @@ class Planned:
 
     @property
     def tokens_per_s(self) -> float:
+        """Or samples: what the job's `unit` is."""
         return self.job.tokens / self.seconds
 
     @property
@@ -46,7 +47,7 @@ class Planned:
         """Share of the devices' peak that the model's own FLOPs are, attention counted causally."""
         job = self.job
         peak = job.machine.device.peak_flops.get(job.precision, 0.0)
-        flops = job.model.step_flops(job.tokens, "model causal")
+        flops = kind_of(job.model).flops(job)
         return flops / self.seconds / job.devices / peak if peak else 0.0
 
     def days(self, tokens: float) -> float:
@@ -72,59 +73,55 @@ class Found:
     """Where nothing fits: the layout that needs least, and its bytes."""
 
 
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def layouts(
-    model: Transformer, machine: Machine, devices: int, batch: int, precision: str
+    model: Model, machine: Machine, devices: int, batch: int, precision: str
 ) -> Iterator[tuple[Layout, int]]:
     """Every layout worth a thought, with the samples of a microbatch; those that the table refuses are
     left out."""
-    tps = [t for t in divisors(machine.devices_per_node) if model.heads % t == 0]
-    cps = [c for c in (1, 2, 4, 8) if model.seq // c >= 4096 or c == 1]
-    for tp in tps:
-        for cp in cps:
-            for pp in divisors(devices // (tp * cp)) if devices % (tp * cp) == 0 else []:
-                if pp > model.layers:
-                    break
-                dp = devices // (tp * cp * pp)
-                if dp > batch or batch % dp:
-                    continue
-                yield from _of_sizes(model, dp, tp, cp, pp, batch, precision)
+    choices = kind_of(model).choices(model, machine)
+    sizes = [(tp, cp, tiles) for tp in choices.tp for cp in choices.cp for tiles in choices.spatial]
+    for tp, cp, tiles in sizes:
+        inner = tp * cp * tiles[0] * tiles[1]
+        for pp in divisors(devices // inner) if devices % inner == 0 else []:
+            if pp > choices.most_stages:
+                break
+            dp = devices // (inner * pp)
+            if dp > batch or batch % dp:
+                continue
+            base: dict[str, Any] = {
+                "dp": dp, "tp": tp, "cp": cp, "pp": pp, "spatial": tiles, "precision": precision,
+            }  # fmt: skip
+            yield from _of_sizes(choices, base, batch // dp)
 
 
 def _of_sizes(
-    model: Transformer, dp: int, tp: int, cp: int, pp: int, batch: int, precision: str
+    choices: Choices, sizes: dict[str, Any], per_replica: int
 ) -> Iterator[tuple[Layout, int]]:
-    per_replica = batch // dp
-    for samples in (1, 2, 4, 8, 16, 32, 64):
+    pp = sizes["pp"]
+    for samples in choices.samples:
         if samples > per_replica or per_replica % samples:
             continue
         count = per_replica // samples
-        for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+        for zero in (0, 1, 2, 3) if sizes["dp"] > 1 else (0,):
             for recompute in ("none", "selective", "full"):
-                for sp in (True, False) if tp > 1 else (False,):
-                    base: dict[str, Any] = {
-                        "dp": dp, "tp": tp, "cp": cp, "pp": pp, "zero": zero, "sp": sp,
-                        "recompute": recompute, "precision": precision,
-                    }  # fmt: skip
+                for sp in (True, False) if sizes["tp"] > 1 else (False,):
+                    base = {**sizes, "zero": zero, "sp": sp, "recompute": recompute}
                     if pp == 1:
                         yield from _allowed(Layout(**base, accumulate=count), samples)
                         continue
-                    for schedule, virtual in _schedules(model, pp, count):
+                    for schedule, virtual in _schedules(choices, pp, count):
                         layout = Layout(
                             **base, schedule=schedule, microbatches=count, virtual=virtual
                         )
                         yield from _allowed(layout, samples)
 
 
-def _schedules(model: Transformer, pp: int, count: int) -> Iterator[tuple[str, int]]:
+def _schedules(choices: Choices, pp: int, count: int) -> Iterator[tuple[str, int]]:
     if count >= pp:
         yield "1f1b", 1
     if count % pp == 0:
         for virtual in (2, 4, 8):
-            if model.layers >= pp * virtual:
+            if choices.most_stages >= pp * virtual:
                 yield "interleaved", virtual
         yield "zerobubble", 1
 
@@ -137,7 +134,7 @@ def _allowed(layout: Layout, samples: int) -> Iterator[tuple[Layout, int]]:
     key = (
         layout.dp > 1, layout.tp > 1, layout.cp > 1, layout.pp > 1, layout.zero, layout.sp,
         layout.schedule, layout.recompute, layout.precision, layout.virtual > 1,
-        layout.accumulate > 1,
+        layout.accumulate > 1, layout.spatial != (1, 1),
     )  # fmt: skip
     if key not in _KNOWN:
         _KNOWN[key] = not check_layout(layout) and not check_available(layout)
@@ -146,7 +143,7 @@ def _allowed(layout: Layout, samples: int) -> Iterator[tuple[Layout, int]]:
 
 
 def search(
-    model: Transformer,
+    model: Model,
     machine: Machine,
     devices: int,
     batch: int,
@@ -156,23 +153,24 @@ def search(
     software: Software = RIDGELINE,
 ) -> Found:
     """The best layouts of a global batch on so many devices."""
-    candidates: list[tuple[float, int, Layout, Job, StepMemory]] = []
+    kind = kind_of(model)
+    candidates: list[tuple[float, int, Layout, AnyJob, StepMemory]] = []
     looked_at = too_large = 0
     closest: tuple[Layout, float] | None = None
     room = machine.device.memory_bytes
     for layout, _samples in layouts(model, machine, devices, batch, precision):
         looked_at += 1
-        job = job_from_layout(model, machine, layout, batch, software)
-        if _least_bytes(job) > room:
+        job = kind.arrange(model, machine, layout, batch, software)
+        if kind.least_bytes(job) > room:
             too_large += 1
             continue
-        memory = predict_memory(job)
+        memory = kind.memory(job)
         if not fits(job, memory):
             too_large += 1
             if closest is None or memory.device < closest[1]:
                 closest = (layout, memory.device)
             continue
-        bound = lower_bound_s(job) * (1.0 + pressure(job, memory))
+        bound = kind.bound_s(job) * (1.0 + pressure(job, memory))
         candidates.append((bound, looked_at, layout, job, memory))
     if by == "memory":
         chosen = heapq.nsmallest(top, candidates, key=lambda c: c[4].device)
@@ -190,19 +188,8 @@ def search(
     return Found(found[:top], looked_at, too_large, played, closest if not found else None)
 
 
-def _least_bytes(job: Job) -> float:
-    """What no layout of these sizes can do without: weights and optimizer state as sharded."""
-    count = parameters_of(job, job.pp // 2)
-    shards = job.sharers
-    if job.zero == 3:
-        return 12.0 * count / shards
-    if job.zero:
-        return 2.0 * count + 12.0 * count / shards
-    return 12.0 * count
-
-
 def scale(
-    model: Transformer, machine: Machine, nodes: list[int], batch: int, precision: str, weak: bool,
+    model: Model, machine: Machine, nodes: list[int], batch: int, precision: str, weak: bool,
     software: Software = RIDGELINE,
 ) -> list[tuple[int, Planned | None]]:  # fmt: skip
     """The best layout on each number of nodes: of one batch (strong), or of a batch that grows with

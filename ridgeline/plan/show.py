@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ridgeline.plan.kinds import Model
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import StepMemory, fits
+from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.search import Found, Planned, search
 from ridgeline.plan.time import StepTime
-from ridgeline.plan.transformer import Transformer
 
 TIME_PARTS = {
     "products": "matrix products",
@@ -43,7 +44,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def show_best(found: Found, tokens: float | None) -> list[str]:
     """The table of the best layouts."""
-    head = ["layout", "samples", "step s", "tokens/s", "MFU %", "bubble %", "GB", "state", "activ."]
+    rate = f"{found.best[0].job.unit}/s"
+    head = ["layout", "samples", "step s", rate, "MFU %", "bubble %", "GB", "state", "activ."]
     if tokens:
         head += ["days", "cost"]
     rows = []
@@ -98,9 +100,7 @@ def why_not(planned: Planned) -> str:
     )
 
 
-def show_why(
-    found: Found, model: Transformer, machine: Machine, batch: int, precision: str
-) -> list[str]:
+def show_why(found: Found, model: Model, machine: Machine, batch: int, precision: str) -> list[str]:
     """What limits the best layout, what the runner-up lacks, and what another machine would change."""
     best = found.best[0]
     lines = [f"best: {best.layout}"]
@@ -138,9 +138,7 @@ def show_why(
     return lines
 
 
-def _compare(
-    best: Planned, machine: Machine, model: Transformer, batch: int, precision: str
-) -> str:
+def _compare(best: Planned, machine: Machine, model: Model, batch: int, precision: str) -> str:
     other = search(model, machine, best.job.devices, batch, precision, 1)
     if not other.best:
         return "nothing fits"
@@ -168,7 +166,8 @@ def show_scale(rows: list[tuple[int, Planned | None]], weak: bool) -> list[str]:
             str(count), f"{planned.seconds:.3f}", f"{planned.tokens_per_s:,.0f}",
             f"{100 * efficiency:.0f} % {bar}", str(planned.layout),
         ])  # fmt: skip
-    return lines + table(("nodes", "step s", "tokens/s", "efficiency", "layout"), cells)
+    unit = first[1].job.unit if first is not None else "samples"
+    return lines + table(("nodes", "step s", f"{unit}/s", "efficiency", "layout"), cells)
 
 
 def explain(planned: Planned) -> list[str]:
@@ -176,3 +175,34 @@ def explain(planned: Planned) -> list[str]:
     lines = [f"{planned.layout} on {planned.job.devices} devices of {planned.job.machine.name}"]
     lines += [reason] if (reason := why_not(planned)) else ["fits"]
     return lines + show_parts(planned.time, planned.memory)
+
+
+def show_facts(facts: ModuleFacts) -> list[str]:
+    """What was traced, block by block."""
+    forward, backward = facts.flops()
+    wide, cast = (facts.saved_bytes(1, mode) / 1e6 for mode in ("wide", "cast"))
+    lines = [
+        f"{facts.name}: {facts.num_parameters:,} parameters ({facts.num_trainable:,} trainable"
+        + (f", {len(facts.tied)} tied" if facts.tied else "")
+        + f"), a sample of {', '.join(facts.inputs)}",
+        f"a sample: {forward / 1e9:.3f} GFLOP forward, {backward / 1e9:.3f} backward; kept for backward "
+        f"{wide:.2f} MB, under bf16 autocast {cast:.2f} MB",
+        "tensor parallelism: "
+        + (f"tp divides {facts.splits}" if facts.splits > 1 else f"none, {facts.whole}"),
+        "",
+    ]
+    rows = []
+    for block in facts.blocks:
+        name = block.names[0] + (f" .. {block.names[-1]}" if block.count > 1 else "")
+        cost = block.costs["wide"]
+        fused = {a.kind for a in cost.forward.attention}
+        rows.append([
+            name, str(block.count), block.kind or "-", f"{block.parameters:,}",
+            f"{cost.forward.flops.at(1) / 1e9:.3f}", f"{cost.backward.flops.at(1) / 1e9:.3f}",
+            f"{cost.saved.total.at(1) / 1e6:.2f}", f"{cost.saved_full.total.at(1) / 1e6:.2f}",
+            f"{cost.output.total.at(1) / 1e6:.2f}", f"{cost.forward.kernels}+{cost.backward.kernels}",
+            ", ".join(sorted(fused)) or "-",
+        ])  # fmt: skip
+    head = ("block", "times", "kind", "parameters", "GFLOP fwd", "bwd", "kept MB", "recomputed",
+            "sent", "kernels", "attention")  # fmt: skip
+    return lines + table(head, rows)

@@ -1,0 +1,439 @@
+"""One training step on the meta device, kernel by kernel: what each reads, writes, computes and keeps.
+
+A dispatch mode sees every kernel, forward and backward; hooks on modules say whose it is, and in backward
+the sequence number of the autograd node does. Storages are followed from their first kernel to their end:
+so a tensor that is kept twice, or as a view, counts once, and the most that is alive at a time is known.
+`trace.py` runs it; `trace_facts.py` turns two recordings into facts.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ridgeline.models.trace_kernels import (
+    BATCH_NORMS,
+    EMPTY,
+    FUSABLE,
+    NORMS,
+    Kernel,
+    Storage,
+    find_tensors,
+    halo_of,
+    is_linear,
+    is_pointwise,
+    is_result_split,
+    kind_of,
+    num_bytes,
+    size_convolution,
+    size_convolution_backward,
+    size_matrix,
+    stored_attention,
+)
+
+
+@dataclass
+class Unit:
+    """A stretch of the forward pass: a block, or what stands between two."""
+
+    name: str
+    module: nn.Module | None
+    inputs: set[int] = field(default_factory=set)
+    """Storages that the block was called with."""
+    modules: list[str] = field(default_factory=list)
+    peak_forward: tuple[int, ...] = (0, 0, 0)
+    """Whole, split and gathered."""
+    peak_backward: tuple[int, ...] = (0, 0, 0)
+    peak_gradients: tuple[int, ...] = (0, 0, 0)
+    before: tuple[int, ...] = (0, 0, 0)
+    """Kept by the units before it."""
+    gradients: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """Of its parameters, so far."""
+    views: list[int] = field(default_factory=lambda: [0, 0])
+
+
+class Recorder(TorchDispatchMode):
+    """Watches one step of `model`; `blocks` are where it can be cut, `roles` how its linear layers split
+    (None: to be found out)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        roles: Mapping[str, str] | None,
+    ) -> None:
+        super().__init__()
+        self.model, self.roles = model, dict(roles or {})
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.classes = {name: type(module).__name__ for name, module in model.named_modules()}
+        self.block_names = {id(module): name for name, module in blocks.items()}
+        self.units = [Unit("start", None)]
+        self.kernels: list[Kernel] = []
+        self.storages: list[Storage] = []
+        self.known: dict[int, Storage] = {}
+        self.stack: list[str] = []
+        self.events: list[tuple[int, int, str]] = [(0, 0, "")]
+        self.backward = self.muted = False
+        self.live = [0, 0, 0]
+        self.kept = [0, 0, 0]
+        self.pairs: dict[str, set[str]] = {}
+        """Found row-split layers and the column-split ones before them."""
+        self.broken: set[str] = set()
+        self.reduced: list[tuple[int, str, bool, int]] = []
+        """Unit, module, whether in backward, elements."""
+        self._column_inputs: set[int] = set()
+        self.numbers: dict[str, int] = {}
+        """Storages of parameters."""
+        for name, parameter in model.named_parameters():
+            split = name.rpartition(".")[0] in self.roles
+            storage = self._storage(parameter, "parameter", split and parameter.dim() > 1)
+            self.numbers[name] = storage.number
+        for buffer in model.buffers():
+            self._storage(buffer, "buffer", False)
+
+    # Modules
+
+    @contextmanager
+    def watching(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """Hooks on every module and parameter, and on what autograd keeps."""
+        handles: list[Any] = []
+        for tensor in find_tensors(inputs):
+            self._storage(tensor, "input", False)
+        for module in self.model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+        handles += [
+            parameter.register_post_accumulate_grad_hook(self._has_gradient)
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor), self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def start_backward(self) -> None:
+        self._last = self._where()
+        self.backward = True
+        self.stack.clear()
+
+    @property
+    def place(self) -> str:
+        """The module at work, for messages."""
+        if not self.backward:
+            return self.stack[-1] if self.stack else ""
+        return self._where()[1]
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.backward:
+            return
+        name = self._name(module)
+        if id(module) in self.block_names:
+            self._begin_unit(name, module)
+            found = (self._known(t) for t in find_tensors((args, kwargs)))
+            self.units[-1].inputs |= {s.number for s in found if s and s.kind == "made"}
+        self.stack.append(name)
+        if name not in self.units[-1].modules:
+            self.units[-1].modules.append(name)
+        self._mark(name)
+        if self.roles.get(name) in ("column", "head"):
+            self._note_column_input(name, find_tensors((args, kwargs)))
+
+    def _name(self, module: nn.Module) -> str:
+        """Of a module that several others share, the name that the one at work has for it."""
+        first = self.names.get(id(module), "")
+        parent = self.stack[-1] if self.stack else ""
+        if not parent or first.rpartition(".")[0] == parent:
+            return first
+        for name, child in self.model.get_submodule(parent).named_children():
+            if child is module:
+                return f"{parent}.{name}"
+        return first
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.backward:
+            return
+        name = self.stack.pop()
+        self._follow(module, name, args, output)
+        if id(module) in self.block_names:
+            self._begin_unit(f"after {name}", None)
+        self._mark(self.stack[-1] if self.stack else "")
+
+    def _begin_unit(self, name: str, module: nn.Module | None) -> None:
+        self.units.append(Unit(name, module, before=tuple(self.kept)))
+        self._mark(self.stack[-1] if self.stack else "")
+
+    def _mark(self, module: str) -> None:
+        number = torch.autograd._get_sequence_nr()
+        self.events.append((number, len(self.units) - 1, module))
+
+    def _where(self) -> tuple[int, str]:
+        """Unit and module of the kernel at hand."""
+        if not self.backward:
+            return len(self.units) - 1, self.stack[-1] if self.stack else ""
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else None
+        if number is None or number > 1 << 62:
+            return self._last
+        place = bisect_right(self.events, number, key=lambda event: event[0]) - 1
+        self._last = self.events[place][1], self.events[place][2]
+        return self._last
+
+    _last: tuple[int, str] = (0, "")
+
+    # Tensor parallelism
+
+    def _note_column_input(self, name: str, tensors: list[Tensor]) -> None:
+        """Its gradient is summed over ranks, once for all layers that read the same tensor."""
+        for tensor in tensors:
+            storage = self._known(tensor)
+            if storage is not None and storage.number not in self._column_inputs:
+                self._column_inputs.add(storage.number)
+                self.reduced.append((len(self.units) - 1, name, True, tensor.numel()))
+
+    def _follow(self, module: nn.Module, name: str, args: Any, output: Any) -> None:
+        """Whether a linear layer can be split, or what its role makes of the result."""
+        out = next(iter(find_tensors((output,))), None)
+        storage = self._known(out) if out is not None else None
+        if storage is None or out is None or not is_linear(module, name, self.roles):
+            return
+        role = self.roles.get(name)
+        if role in ("row", "embedding"):
+            self.reduced.append((len(self.units) - 1, name, False, out.numel()))
+        storage.split = role in ("column", "head")
+        read = [self._known(t) for t in find_tensors((args,))]
+        before = frozenset[str]().union(*(s.sources for s in read if s is not None))
+        if before:
+            self.pairs.setdefault(name, set()).update(before)
+            storage.sources = frozenset()
+        else:
+            storage.sources = frozenset({name})
+
+    # Storages
+
+    def _known(self, tensor: Tensor) -> Storage | None:
+        return self.known.get(tensor.untyped_storage()._cdata)
+
+    def _storage(self, tensor: Tensor, kind: str = "made", split: bool = False) -> Storage:
+        piece = tensor.untyped_storage()
+        found = self.known.get(piece._cdata)
+        if found is None:
+            unit = self._where()[0]
+            found = Storage(len(self.storages), piece.nbytes(), unit, split, kind=kind)
+            self.storages.append(found)
+            self.known[piece._cdata] = found
+            weakref.finalize(piece, self._gone, piece._cdata, found)
+            if kind in ("made", "weight"):
+                self.live[found.place] += found.num_bytes
+        return found
+
+    def _gone(self, key: int, storage: Storage) -> None:
+        if self.known.get(key) is storage:
+            del self.known[key]
+        if storage.kind in ("made", "weight") and not storage.is_gradient:
+            self.live[storage.place] -= storage.num_bytes
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = self._known(tensor)
+        if storage is None:
+            storage = self._storage(tensor)
+        if storage.saved_by is None and storage.kind in ("made", "weight", "input"):
+            unit, module = self._where()
+            storage.saved_by = (unit, module)
+            self.kept[storage.place] += storage.num_bytes
+            if storage.kind == "input":
+                self.live[storage.place] += storage.num_bytes
+        if not tensor.requires_grad:
+            return tensor
+        # Not the tensor itself, which would hold the graph that holds it.
+        self.muted = True
+        try:
+            return tensor.detach()
+        finally:
+            self.muted = False
+
+    def _has_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        storage = self._known(parameter.grad)
+        if storage is not None and not storage.is_gradient:
+            storage.is_gradient = True
+            self.live[storage.place] -= storage.num_bytes
+            self.units[self._last[0]].gradients[storage.place] += storage.num_bytes
+
+    def note_weight(self, copy: Tensor, of: Tensor) -> None:
+        storage, parameter = self._storage(copy), self._known(of)
+        storage.kind = "weight"
+        if parameter is not None and parameter.split:
+            self._set_place(storage, True, False)
+
+    def _peak(self) -> None:
+        unit = self.units[self._where()[0]]
+        now = tuple(live - before for live, before in zip(self.live, unit.before, strict=True))
+        if not self.backward:
+            unit.peak_forward = max(unit.peak_forward, now, key=sum)
+            return
+        unit.peak_backward = max(unit.peak_backward, now, key=sum)
+        with_own = tuple(a + b for a, b in zip(now, unit.gradients, strict=True))
+        unit.peak_gradients = max(unit.peak_gradients, with_own, key=sum)
+
+    # Kernels
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.muted:
+            return out
+        name = func._schema.name.partition("::")[2]
+        written, read = find_tensors((out,)), find_tensors((args, kwargs))
+        changes = func._schema.is_mutable
+        if not changes and written and all(self._known(t) is not None for t in written):
+            self.units[self._where()[0]].views[self.backward] += 1
+            return out
+        count = flop_registry.get(func._overloadpacket)
+        flops = int(count(*args, **(kwargs or {}), out_val=out)) if count is not None else 0
+        self._note(name, read, written, flops, func, args)
+        return out
+
+    def note_kernel(
+        self, name: str, reads: list[Tensor], writes: list[Tensor], **facts: Any
+    ) -> None:
+        """Of a kernel that `trace_device.py` put in the place of several."""
+        attention, flops = None, 0
+        if name == "attention":
+            query, key, value = reads[:3]
+            attention = {
+                "batch": query.shape[0], "heads": query.shape[1], "seq": query.shape[2],
+                "keys": key.shape[2], "width": query.shape[3], "causal": facts["causal"],
+                "scores": math.prod(query.shape[:3]) * key.shape[2],
+            }  # fmt: skip
+            whole = (query.shape[0], query.shape[1])
+            shapes = [(*whole, *t.shape[2:]) for t in (query, key, value)]
+            if facts["backward"]:
+                flops = sdpa_backward_flop_count(shapes[0], *shapes)
+            else:
+                flops = sdpa_flop_count(*shapes)
+        self._note(name, reads, writes, flops, None, (), attention)
+
+    def _note(
+        self,
+        name: str,
+        read: list[Tensor],
+        written: list[Tensor],
+        flops: int,
+        func: Any,
+        args: tuple[Any, ...],
+        attention: dict[str, Any] | None = None,
+    ) -> None:
+        unit, module = self._where()
+        sources = [self._storage(t) for t in read]
+        activations = [s for s in sources if s.kind in ("made", "input")]
+        role = self.roles.get(module, "")
+        split = any(s.split for s in activations)
+        is_matrix = name in ("mm", "addmm", "bmm", "baddbmm")
+        product = more = None
+        if is_matrix:
+            product = size_matrix(
+                name, read, role, self.backward, [s.split for s in sources], sources
+            )
+            split = split if name in ("bmm", "baddbmm") else bool(product[2])
+            if role in ("column", "head") and not self.backward:
+                for storage in activations:
+                    if storage.kind == "made" and not storage.split:
+                        self._set_place(storage, False, True)
+        made = [self._storage(t) for t in written]
+        index = len(self.kernels)
+        for tensor, storage in zip(written, made, strict=True):
+            if storage.producer < 0 and storage.kind == "made":
+                storage.producer = index
+                self._set_place(storage, is_result_split(name, role, self.backward, split), False)
+                storage.is_product |= is_matrix or name in ("convolution", "attention")
+                storage.is_mask = name == "native_dropout" and tensor.dtype == torch.bool
+        if name in EMPTY:
+            for storage in made:
+                storage.producer = -1
+            self._peak()
+            return
+        if name == "convolution":
+            product = size_convolution(read[0], read[1], written[0], args)
+        elif name == "convolution_backward":
+            product, more = size_convolution_backward(written, args)
+        if self.roles == {} and not self.backward:
+            self._trail(name, read, sources, made, is_matrix)
+        if name in ("bmm", "baddbmm") and product is not None and not self.backward:
+            made[0].scores_width = product[1][2]
+        elif name in ("_softmax", "softmax") or is_pointwise(func):
+            widths = [s.scores_width for s in sources if s.scores_width]
+            if widths and made:
+                made[0].scores_width = widths[0]
+        if name == "_softmax" and sources and sources[0].scores_width and not self.backward:
+            attention = stored_attention(read[0], sources[0].scores_width)
+        self.kernels.append(
+            Kernel(
+                name,
+                unit,
+                module,
+                self.backward,
+                [(s.number, num_bytes(t)) for s, t in zip(sources, read, strict=True)],
+                [(s.number, num_bytes(t)) for s, t in zip(made, written, strict=True)],
+                split,
+                kind_of(name, read, written, func),
+                flops,
+                product,
+                more,
+                attention,
+                halo_of(name, read, args) if not self.backward else None,
+                name in FUSABLE or is_pointwise(func),
+            )
+        )
+        self._peak()
+
+    def _set_place(self, storage: Storage, split: bool, gathered: bool) -> None:
+        before = storage.place
+        storage.split, storage.gathered = split, gathered
+        if storage.place != before and storage.kind in ("made", "weight"):
+            self.live[before] -= storage.num_bytes
+            self.live[storage.place] += storage.num_bytes
+            if storage.saved_by is not None:
+                self.kept[before] -= storage.num_bytes
+                self.kept[storage.place] += storage.num_bytes
+
+    def _trail(
+        self,
+        name: str,
+        read: list[Tensor],
+        sources: list[Storage],
+        made: list[Storage],
+        is_matrix: bool,
+    ) -> None:
+        """Which linear layers a result follows from; what needs all columns at once ends the trail."""
+        trail = frozenset[str]().union(*(s.sources for s in sources))
+        if not trail:
+            return
+        if name in NORMS or name in BATCH_NORMS or name == "convolution":
+            self.broken |= trail
+            return
+        largest = max(t.numel() for t in read)
+        whole = [
+            s
+            for s, t in zip(sources, read, strict=True)
+            if not s.sources and s.kind == "made" and t.numel() == largest
+        ]
+        if whole and not is_matrix and name != "embedding":
+            self.broken |= trail
+            return
+        for storage in made:
+            storage.sources |= trail

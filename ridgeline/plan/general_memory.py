@@ -1,0 +1,150 @@
+"""Memory of one rank of a traced module: what it holds, and the largest moment of a step.
+
+The trace says what every block keeps and the most that is alive while it runs; a step's peak is the worst
+block's, forward or backward, with what the blocks before it keep and the gradients that are there by then.
+Called through `kinds.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from ridgeline.plan.general import ModuleJob, recomputes
+from ridgeline.plan.general_time import parameters_of, sent_bytes, trainable_of
+from ridgeline.plan.memory import StepMemory, in_flight
+from ridgeline.plan.module import Block
+
+SUMMED: Final = 1.2
+"""Bytes an element of what tensor-parallel ranks sum, which is kept once more on the way."""
+
+
+def _kept(job: ModuleJob, block: Block) -> float:
+    """What a block keeps for backward, a microbatch."""
+    costs = block.costs[job.mode]
+    if not recomputes(job, block):
+        kept = job.bytes(costs.saved_compiled if job.software.compiled else costs.saved)
+    elif job.recompute == "full":
+        kept = job.bytes(costs.saved_full) / _stretch(job, block)
+    else:
+        kept = job.bytes(costs.saved_selective)
+    if job.tp > 1 and not recomputes(job, block):
+        kept += SUMMED * block.reduced_forward.at(job.samples)
+    return kept
+
+
+def _kept_each(job: ModuleJob, block: Block) -> float:
+    """The same without copies of weights, which microbatches share."""
+    kept = _kept(job, block)
+    if recomputes(job, block) or job.software.compiled:
+        return kept
+    return kept - job.bytes(block.costs[job.mode].casts)
+
+
+def stage_memory(job: ModuleJob, rank: int) -> StepMemory:
+    """Memory of one stage's rank."""
+    blocks = job.blocks_of(rank)
+    count, trained = parameters_of(job, rank), trainable_of(job, rank)
+    shards = job.sharers
+    half, slots = job.mode == "half", 4.0 * job.model.optimizer_slots
+    accumulates = job.microbatches > 1
+    own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
+    if job.zero == 3:
+        weights, gradients, each = own * count / shards, 0.0, 0.0
+        optimizer = slots * trained / shards
+    elif half:
+        weights, optimizer = 2.0 * count, (4.0 + slots) * trained / shards
+        gradients, each = (2.0 * trained if job.zero == 1 else 0.0), 0.0
+    else:
+        weights = own * count
+        optimizer = slots * trained / (shards if job.zero else 1)
+        gradients, each = (own * trained, 0.0) if accumulates else (0.0, own)
+    flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
+    others = (flight / job.virtual - 1) * sum(n * _kept_each(job, block) for block, n in blocks)
+    kept, working = _largest(job, blocks, each)
+    gathered = 0.0
+    if job.zero == 3:
+        # What is in no block stays gathered, and of blocks the one at work and the next.
+        loose = sum(n * b.parameters_of(job.tp) for b, n in blocks if not b.recompute)
+        most = max((b.parameters_of(job.tp) for b, _ in blocks if b.recompute), default=0.0)
+        gathered = 2.0 * loose + 6.0 * most
+    received = 0.0
+    if job.pp > 1:
+        sent = sent_bytes(job, rank - 1 if rank else 0)
+        received = sent * job.microbatches
+        others += sent * flight
+    activations = kept + max(others, 0.0)
+    loss = 0.0
+    if rank == job.pp - 1 and not blocks[-1][0].recompute:
+        loss = min(working, job.bytes(blocks[-1][0].costs[job.mode].peak_backward))
+    device = job.machine.device
+    held = sum(n * block.buffer_bytes for block, n in blocks)
+    temporary = activations + working + gathered
+    return StepMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        logits=loss,
+        working=working - loss + gathered,
+        buffers=device.workspace_bytes + 12e6 + received + held,
+        rounding=0.5 * loss + 0.05 * (temporary - loss),
+        context=device.context_bytes + (1.5e9 if job.devices > 1 else 0.0),
+    )
+
+
+def _largest(job: ModuleJob, blocks: list[tuple[Block, int]], each: float) -> tuple[float, float]:
+    """What blocks before the worst one keep, and what that one takes; `each`: bytes of a gradient that
+    backward leaves behind."""
+    before = 0.0
+    starts = []
+    for block, n in blocks:
+        starts.append(before)
+        before += n * _kept(job, block)
+    worst = (0.0, 0.0)
+    copies, later = 0.0, 0.0
+    for (block, n), start in zip(reversed(blocks), reversed(starts), strict=True):
+        # The last of equal blocks has most before it, the first has most gradients behind it.
+        per_block = _kept(job, block)
+        gradient = each * block.parameters_of(job.tp)
+        back = _backward(job, block, each > 0)
+        moments = [
+            (start + (n - 1) * per_block, back + later),
+            (start, back + later + (n - 1) * gradient),
+        ]
+        worst = max(worst, *moments, key=sum)
+        later += n * gradient
+    for (block, n), start in zip(blocks, starts, strict=True):
+        if recomputes(job, block) and job.recompute == "full":
+            # Not kept, but autocast holds its copies of weights until forward is over.
+            copies += n * job.bytes(block.costs[job.mode].casts)
+        ahead = job.bytes(block.costs[job.mode].peak_forward) + copies
+        worst = max(worst, (start + (n - 1) * _kept(job, block), ahead), key=sum)
+    return worst
+
+
+def _backward(job: ModuleJob, block: Block, gradients: bool) -> float:
+    costs = block.costs[job.mode]
+    peak = job.bytes(costs.peak_gradients if gradients else costs.peak_backward)
+    if job.software.compiled:
+        peak -= job.bytes(costs.saved) - job.bytes(costs.saved_compiled)
+    if recomputes(job, block):
+        peak += job.bytes(costs.saved_full)
+        if (neighbours := _stretch(job, block) - 1) > 0:
+            # The others of the same stretch are there again too.
+            alike = [job.bytes(b.costs[job.mode].saved) for b in job.model.blocks if b.recompute]
+            peak += neighbours * sum(alike) / len(alike)
+    return peak
+
+
+def _stretch(job: ModuleJob, block: Block) -> int:
+    """Layers that are recomputed together: one block, or about sqrt(n) of a `Sequential`'s n."""
+    if block.recompute == "block":
+        return 1
+    return math.ceil(math.sqrt(sum(b.count for b in job.model.blocks if b.recompute)))
+
+
+def module_memory(job: ModuleJob) -> StepMemory:
+    """Of the stage that needs most."""
+    ranks = range(job.pp) if job.pp <= 4 else (0, 1, job.pp // 2, job.pp - 1)
+    return max((stage_memory(job, rank) for rank in ranks), key=lambda m: m.allocated)

@@ -1,0 +1,230 @@
+"""Time of a step of a traced module: blocks into stages, stages through the schedule, gradients, optimizer.
+
+The same parts as `time.py` has for transformers, and the same rules of what hides behind what; the sizes
+come from the module's facts. Called through `kinds.py`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ridgeline.plan.general import ModuleJob, again_of, cost_of
+from ridgeline.plan.kernels import moved_s
+from ridgeline.plan.layer import Cost
+from ridgeline.plan.module import Block, ModuleFacts
+from ridgeline.plan.network import Group, collective_s, group_of, point_to_point_s
+from ridgeline.plan.schedule import play
+from ridgeline.plan.time import StepTime
+
+Stage = tuple[list[Cost], list[Cost]]
+"""Forward and backward of a microbatch, chunk by chunk."""
+
+
+def _stage(job: ModuleJob, rank: int) -> Stage:
+    forward, backward = [], []
+    for chunk in job.chunks_of(rank):
+        ahead, back = Cost(), Cost()
+        for index, count in chunk:
+            cost = cost_of(job, index)
+            ahead += cost.forward.times(count)
+            back += (cost.backward + again_of(job, index)).times(count)
+        forward.append(ahead)
+        backward.append(back)
+    return forward, backward
+
+
+def _stages(job: ModuleJob) -> list[Stage]:
+    known: dict[object, Stage] = {}
+    stages = []
+    for rank in range(job.pp):
+        key = tuple(job.chunks_of(rank))
+        if key not in known:
+            known[key] = _stage(job, rank)
+        stages.append(known[key])
+    return stages
+
+
+def parameters_of(job: ModuleJob, rank: int) -> float:
+    """Of one stage on one tensor-parallel rank."""
+    own = sum(count * block.parameters_of(job.tp) for block, count in job.blocks_of(rank))
+    return own + _tied(job, rank)
+
+
+def _tied(job: ModuleJob, rank: int) -> float:
+    """What the last stage holds of another's parameters, divided as that has them."""
+    if job.pp == 1 or rank < job.pp - 1:
+        return 0.0
+    first = job.model.blocks[0]
+    share = first.parameters_of(job.tp) / first.parameters if first.parameters else 1.0
+    return job.model.tied_parameters * share
+
+
+def trainable_of(job: ModuleJob, rank: int) -> float:
+    """Of those, the ones that have gradients."""
+
+    def share(block: Block) -> float:
+        return block.trainable / block.parameters if block.parameters else 0.0
+
+    own = sum(
+        count * block.parameters_of(job.tp) * share(block) for block, count in job.blocks_of(rank)
+    )
+    return own + _tied(job, rank)
+
+
+def _timed(job: ModuleJob) -> tuple[list[Stage], list[list[float]], list[list[float]], list[float]]:
+    """Stages, seconds forward and backward by chunk, and what sharding adds of them a step."""
+    host_s = job.machine.device.host_kernel_s * job.software.host_share
+    sharp = job.software.sharpness
+    stages = _stages(job)
+    forward = [[c.seconds(host_s, sharp) for c in ahead] for ahead, _ in stages]
+    backward = [[c.seconds(host_s, sharp) for c in back] for _, back in stages]
+    gathers = [0.0] * job.pp
+    for rank in range(job.pp) if _reduces_each(job) else ():
+        for place, chunk in enumerate(job.chunks_of(rank)):
+            blocks = job.model.blocks
+            count = sum(n * blocks[i].parameters_of(job.tp) for i, n in chunk)
+            f, b = _sharded_extra(job, count, forward[rank][place], backward[rank][place])
+            forward[rank][place] += f
+            backward[rank][place] += b
+            gathers[rank] += (f + b) * job.microbatches
+    return stages, forward, backward, gathers
+
+
+def module_time(job: ModuleJob) -> StepTime:
+    """Seconds of a step."""
+    stages, forward, backward, gathers = _timed(job)
+    sums = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
+    busiest = max(range(job.pp), key=sums.__getitem__)
+    # A long run is played in part; what it comes to is never less than the busiest stage's own work.
+    pipeline = max(_pipeline_s(job, forward, backward), job.microbatches * sums[busiest])
+    total = Cost()
+    for cost in (*stages[busiest][0], *stages[busiest][1]):
+        total += cost
+    total = total.times(job.microbatches)
+    busy = sums[busiest] * job.microbatches
+    return StepTime(
+        products=total.products,
+        attention=total.attention,
+        elementwise=total.elementwise,
+        tensor_parallel=total.communication,
+        host=busy - gathers[busiest] - total.device_s,
+        gathers=gathers[busiest],
+        bubble=pipeline - busy,
+        gradients=max(_gradients_s(job, rank, sum(backward[rank])) for rank in range(job.pp)),
+        optimizer=max(_optimizer_s(job, rank) for rank in range(job.pp)),
+        other=job.machine.step_s,
+    )
+
+
+def module_bound_s(job: ModuleJob) -> float:
+    """What no schedule can beat: the busiest stage's own work, the reduction of gradients as far as
+    nothing hides it, and the optimizer."""
+    _, forward, backward, _ = _timed(job)
+    work = max(sum(f) + sum(b) for f, b in zip(forward, backward, strict=True))
+    rest = max(_gradients_s(job, rank, float("inf")) for rank in range(job.pp))
+    rest += max(_optimizer_s(job, rank) for rank in range(job.pp))
+    return job.microbatches * work + rest + job.machine.step_s
+
+
+def module_least_bytes(job: ModuleJob) -> float:
+    """Weights and optimizer state as sharded, of the stage that has least."""
+    count = min(trainable_of(job, rank) for rank in range(job.pp))
+    slots = 4.0 * job.model.optimizer_slots
+    if job.zero == 3:
+        return (4.0 + slots) * count / job.sharers
+    if job.zero:
+        return 2.0 * count + (4.0 + slots) * count / job.sharers
+    return (4.0 + slots) * count
+
+
+def module_flops(job: ModuleJob) -> float:
+    """The module's own FLOPs of a step, without recompute, attention counted causally."""
+    return _flops(job.model, job.samples) * job.dp * job.microbatches
+
+
+@lru_cache(maxsize=4096)
+def _flops(model: ModuleFacts, samples: int) -> float:
+    total = 0.0
+    for block in model.blocks:
+        costs = block.costs["wide"]
+        for work in (costs.forward, costs.backward):
+            total += block.count * sum(p.flops(samples) for p in work.products)
+        for a in costs.forward.attention:
+            if a.kind == "fused":
+                once = 4.0 * a.scores.at(samples) * a.width * (0.5 if a.causal else 1.0)
+                total += 3.0 * block.count * a.count * once
+    return total
+
+
+def _pipeline_s(job: ModuleJob, forward: list[list[float]], backward: list[list[float]]) -> float:
+    if job.pp == 1:
+        return job.microbatches * (forward[0][0] + backward[0][0])
+    send = [send_s(job, rank) for rank in range(job.pp)]
+    blocking = not job.software.overlap_pp
+    if job.schedule == "zerobubble":
+        # Half of backward is for weights, and can wait.
+        halves = [[0.5 * s for s in row] for row in backward]
+        done = play("zerobubble", job.microbatches, forward, halves, send, halves, blocking)
+        return done.seconds
+    count = job.microbatches
+    return play(job.schedule, count, forward, backward, send, None, blocking, job.group).seconds
+
+
+def sent_bytes(job: ModuleJob, rank: int) -> float:
+    """From a rank's first chunk to the next rank's, a microbatch."""
+    last = job.chunks_of(rank)[0][-1][0]
+    return job.bytes(job.model.blocks[last].costs[job.mode].output)
+
+
+def send_s(job: ModuleJob, rank: int) -> float:
+    return point_to_point_s(job.machine, sent_bytes(job, rank), job.crosses_nodes(rank))
+
+
+def _reduces_each(job: ModuleJob) -> bool:
+    """Whether every microbatch gathers weights or reduces gradients."""
+    return job.dp > 1 and job.zero >= 2
+
+
+def _sharded_extra(
+    job: ModuleJob, count: float, forward_s: float, backward_s: float
+) -> tuple[float, float]:
+    """Time that gathering weights and scattering gradients adds to a microbatch of some blocks."""
+    group = group_of(job.machine, job.shard, job.tp) if job.shard else job.dp_group()
+    wire = float(job.software.reduce_bytes) * count
+    reduce = collective_s(job.machine, "reduce_scatter", wire, group)
+    gather = 0.0
+    if job.zero == 3:
+        gather = collective_s(job.machine, "all_gather", 2.0 * count, group)
+    return _exposed(job, gather, forward_s), _exposed(job, gather + reduce, backward_s)
+
+
+def _exposed(job: ModuleJob, communication: float, room: float) -> float:
+    hidden = min(communication, room)
+    return communication - hidden + job.machine.overlap_cost * hidden
+
+
+def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
+    """Reduction of gradients over replicas and tiles, as far as the last backward does not hide it."""
+    group = job.dp_group()
+    if group.size == 1:
+        return 0.0
+    machine, count = job.machine, trainable_of(job, rank)
+    wire = job.software.reduce_bytes * count
+    if job.zero == 3:
+        if not job.shard or job.shard == job.dp:
+            return 0.0
+        across = Group(job.dp // job.shard, 1)
+        seconds = collective_s(machine, "all_reduce", wire / job.shard, across)
+    elif job.zero:
+        seconds = collective_s(machine, "all_gather", 2.0 * count, group)
+        if not _reduces_each(job):
+            seconds += collective_s(machine, "reduce_scatter", wire, group)
+    else:
+        seconds = collective_s(machine, "all_reduce", wire, group)
+    return _exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds
+
+
+def _optimizer_s(job: ModuleJob, rank: int) -> float:
+    count = trainable_of(job, rank) / (job.sharers if job.zero else 1)
+    moved = job.software.optimizer_bytes_moved - 8.0 * (2 - job.model.optimizer_slots)
+    return moved_s(job.machine.device, moved * count, 20)

@@ -1,0 +1,121 @@
+"""The kinds of model that can be planned, and what planning asks of each: one line a kind.
+
+`search.py`, `predict.py` and `show.py` call through this table and ask nowhere else what a model is. A job
+of any kind has `model`, `machine`, `devices`, `samples`, `tokens` (of a step, in its `unit`) and
+`precision`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ridgeline.layout import Layout
+from ridgeline.plan.general import ModuleJob, module_job
+from ridgeline.plan.general_memory import module_memory
+from ridgeline.plan.general_time import (
+    module_bound_s,
+    module_flops,
+    module_least_bytes,
+    module_time,
+)
+from ridgeline.plan.job import Job, job_from_layout
+from ridgeline.plan.machine import Machine
+from ridgeline.plan.memory import StepMemory, predict_memory
+from ridgeline.plan.module import ModuleFacts
+from ridgeline.plan.software import Software
+from ridgeline.plan.time import StepTime, lower_bound_s, parameters_of, predict_time
+from ridgeline.plan.transformer import Transformer
+
+Model = Transformer | ModuleFacts
+AnyJob = Job | ModuleJob
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Sizes that are worth a look for a model on a machine."""
+
+    tp: tuple[int, ...]
+    cp: tuple[int, ...]
+    most_stages: int
+    """Parts that a pipeline can be cut into."""
+    samples: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Of a microbatch."""
+    spatial: tuple[tuple[int, int], ...] = ((1, 1),)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What planning asks of a kind of model."""
+
+    arrange: Callable[[Any, Machine, Layout, int, Software], Any]
+    """The job of a layout and a global batch."""
+    memory: Callable[[Any], StepMemory]
+    time: Callable[[Any], StepTime]
+    bound_s: Callable[[Any], float]
+    """What no schedule can beat."""
+    least_bytes: Callable[[Any], float]
+    """What no layout of these sizes can do without."""
+    flops: Callable[[Any], float]
+    """The model's own, of a step, attention counted causally."""
+    choices: Callable[[Any, Machine], Choices]
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _transformer_choices(model: Transformer, machine: Machine) -> Choices:
+    return Choices(
+        tuple(t for t in divisors(machine.devices_per_node) if model.heads % t == 0),
+        tuple(c for c in (1, 2, 4, 8) if model.seq // c >= 4096 or c == 1),
+        model.layers,
+    )
+
+
+def _module_choices(model: ModuleFacts, machine: Machine) -> Choices:
+    inside = divisors(machine.devices_per_node)
+    tiles = [(1, 1)]
+    convolves = any(block.halos for block in model.blocks)
+    attends = any(block.costs["wide"].forward.attention for block in model.blocks)
+    if convolves and not attends:
+        tiles += [(n, 1) for n in inside if n > 1]
+    return Choices(
+        tp=tuple(t for t in inside if model.splits % t == 0),
+        cp=(1,),
+        most_stages=model.most_stages,
+        samples=tuple(2**power for power in range(11)),
+        spatial=tuple(tiles),
+    )
+
+
+def _transformer_flops(job: Job) -> float:
+    return job.model.step_flops(job.tokens, "model causal")
+
+
+def _least_bytes(job: Job) -> float:
+    """Weights and optimizer state as sharded."""
+    count = parameters_of(job, job.pp // 2)
+    shards = job.sharers
+    if job.zero == 3:
+        return 12.0 * count / shards
+    if job.zero:
+        return 2.0 * count + 12.0 * count / shards
+    return 12.0 * count
+
+
+KINDS: Final[dict[type, Kind]] = {
+    Transformer: Kind(
+        job_from_layout, predict_memory, predict_time, lower_bound_s, _least_bytes,
+        _transformer_flops, _transformer_choices,
+    ),
+    ModuleFacts: Kind(
+        module_job, module_memory, module_time, module_bound_s, module_least_bytes, module_flops,
+        _module_choices,
+    ),
+}  # fmt: skip
+
+
+def kind_of(model: Model) -> Kind:
+    return KINDS[type(model)]
