@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli_shared import num_cores, require_torch
+from ridgeline.cli_shared import choose_for_ranks, num_cores, require_torch
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def _measure(
             raise UsageError(f"no script at {what}; name a file, a recipe or a run directory")
         text, request = "", Request(script=str(script), arguments=tuple(rest), **shared)
     else:
+        config = choose_for_ranks(config, num_processes, num_processes).config
         _check(config.layout, num_processes)
         text, request, threads = dump_config(config), Request(**shared), config.threads
     folder = tempfile.TemporaryDirectory(prefix="ridgeline-doctor-")
