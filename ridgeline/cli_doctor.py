@@ -22,6 +22,8 @@ from ridgeline.errors import RunError, UsageError
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
     from ridgeline.doctor.measured import Measured
+    from ridgeline.plan.kept import Compared
+    from ridgeline.rundir import RunDir
 
 DOCTOR = "doctor.json"
 
@@ -72,9 +74,10 @@ def doctor(
 
         if rest:
             raise UsageError(f"{rest[0]!r}: a finished run takes no settings; leave it out")
-        ranks = [measure_run(RunDir.open(path))]
+        run = RunDir.open(path)
+        ranks = [measure_run(run)]
         trained = load_config(path / CONFIG, []).config
-        _conclude(ranks, [], out or path, as_json, None, trained)
+        _conclude(ranks, [], out or path, as_json, None, trained, _compare(run, ranks[0]))
         return
     require_torch("`ridgeline doctor`")
     is_script = what.endswith(".py")
@@ -176,8 +179,9 @@ def _conclude(
     as_json: bool,
     trace: Path | None,
     config: RunConfig | None,
+    compared: Sequence[Compared] = (),
 ) -> None:
-    """Judge, draw, write, and tell."""
+    """Judge, draw, write, and tell; `compared` is what was predicted of a finished run."""
     from ridgeline.doctor.pictures import write_pictures
     from ridgeline.doctor.show import show_verdict
     from ridgeline.doctor.verdict import judge
@@ -190,6 +194,8 @@ def _conclude(
         "remedies": remedies,
         "measured": [m.to_dict() for m in ranks],
     }
+    if compared:
+        value["predicted"] = [one.to_dict() for one in compared]
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / DOCTOR).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
@@ -204,8 +210,17 @@ def _conclude(
     if as_json:
         typer.echo(json.dumps(value, indent=1))
         return
-    typer.echo(show_verdict(measured, verdict, remedies))
+    typer.echo(show_verdict(measured, verdict, remedies, compared))
     typer.echo(f"\nwritten: {', '.join(path.name for path in made)} in {out}")
+
+
+def _compare(run: RunDir, measured: Measured) -> list[Compared]:
+    from ridgeline.plan.kept import compare_run
+
+    ranks = [r.peak_memory_bytes for r in run.ranks() if r.peak_memory_bytes is not None]
+    seen = [measured.memory.peak_bytes] if measured.memory is not None else []
+    most = max([*seen, *ranks], default=None)
+    return compare_run(run, measured.step_s, most, measured.device_kind == "cuda")
 
 
 def list_remedies(measured: Measured, config: RunConfig | None) -> list[str]:

@@ -70,6 +70,10 @@ def choose_layout(config: RunConfig, place: Place, before: Mapping[str, Any] | N
         said = config.plan.machine or (before is not None and before.get("predicted"))
         return Chosen(config, _predicted(config, place) if said else None)
     config = dataclasses.replace(config, layout=asked)
+    if config.plan.machine:
+        load_named(
+            config.plan.machine, "plan.machine"
+        )  # a slip of the pen is no reason to fall back
     try:
         machine, origin = find_machine(config, place)
         found = plan_recipe(config, machine, place.num_ranks)
@@ -107,13 +111,13 @@ def _kept(config: RunConfig, before: Mapping[str, Any], place: Place) -> dict[st
 
 def _predicted(config: RunConfig, place: Place) -> dict[str, Any] | None:
     """What the planner says of a layout that was not its choice; None where it has nothing to say."""
+    if config.plan.machine:
+        load_named(config.plan.machine, "plan.machine")
     try:
         machine, origin = find_machine(config, place)
         layout = Layout.parse_for(config.layout, place.num_ranks, "layout")
         return _record(config, predict_recipe(config, machine, layout), place, origin)
     except UsageError:
-        if config.plan.machine:
-            find_machine(config, place)  # a machine that is none is said
         return None
 
 
@@ -187,12 +191,14 @@ def _plain(config: RunConfig, place: Place, reason: str, lines: list[str]) -> Ch
 def _nothing_fits(
     config: RunConfig, place: Place, machine: Machine, found: Found, lines: list[str]
 ) -> Chosen:
-    if found.closest is None:
-        reason = (
-            f"none of {found.looked_at} layouts divides a batch of {config.train.batch} over "
-            f"{place.num_ranks} ranks"
-        )
+    if not found.looked_at:
+        reason = f"none divides a batch of {config.train.batch} over {place.num_ranks} ranks"
         return _plain(config, place, reason, lines)
+    if found.closest is None:
+        raise UsageError(
+            f"layout {AUTO}: weights and optimizer state alone are too large for {place.num_ranks} x "
+            f"{machine.device.name} in all of {found.looked_at} layouts; use more ranks"
+        )
     layout, need = found.closest
     chosen = _plain(config, place, "", lines)
     text, has = stated(layout), machine.device.memory_bytes

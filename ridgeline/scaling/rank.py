@@ -66,6 +66,9 @@ def build_rank(request: RankRequest) -> tuple[Training, float]:
 
 
 def join_fake(rank: int, world_size: int) -> None:
+    """Once in a process, for as many simulations of this rank as there are."""
+    if dist.is_initialized():
+        return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
