@@ -20,10 +20,13 @@ from ridgeline.config import (
     OptimConfig,
     RunConfig,
     TrainConfig,
+    find_recipe,
+    load_config,
 )
+from ridgeline.errors import UsageError
 from ridgeline.launch.env import RankEnv
-from ridgeline.scaling.rank import build_rank, tensor_bytes
-from ridgeline.scaling.request import RankRequest
+from ridgeline.scaling.rank import build_rank, measure_rank, tensor_bytes
+from ridgeline.scaling.request import RankRequest, for_one_rank
 from ridgeline.scaling.watch import StepWatch
 from ridgeline.train.setup import Training, build_training
 
@@ -167,13 +170,10 @@ def test_a_pipeline_of_another_model_from_the_command_line(tmp_path: Path) -> No
     assert "no prediction:" in done.stdout
 
 
-def test_a_small_source_is_no_full_step(tmp_path: Path) -> None:
-    done = ridgeline(
-        tmp_path, "plan", "simulate", "digits", "train.batch=4096", "threads=1", "--layout", "dp=2"
-    )
-    assert done.returncode == 2
-    assert "fewer samples than train.batch=4096" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_small_source_is_no_full_step() -> None:
+    config = load_config(find_recipe("digits"), ["train.batch=4096", "device=cpu"]).config
+    with pytest.raises(UsageError, match="fewer samples than train"):
+        measure_rank(RankRequest(for_one_rank(config, "dp=1", "cpu"), 1, 1))
 
 
 def test_auto_is_chosen_once_kept_and_chosen_again(tmp_path: Path) -> None:
@@ -211,14 +211,3 @@ def test_auto_is_chosen_once_kept_and_chosen_again(tmp_path: Path) -> None:
     again = json.loads((tmp_path / "r" / "plan.json").read_text())
     assert (again["num_devices"], again["asked"]) == (1, "auto")
     assert again["layout"].startswith("dp=1")
-
-
-def test_auto_of_a_model_without_a_plan_is_plain(tmp_path: Path) -> None:
-    done = ridgeline(
-        tmp_path, "train", "digits", "-n", "1", "layout=auto", "device=cpu", "train.epochs=null",
-        "train.steps=2", "train.target={}", "train.eval_samples=0", "--run", "r",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("layout auto: dp=1, unplanned, because")
-    assert json.loads((tmp_path / "r" / "plan.json").read_text())["predicted"] is None
-    assert "Predicted and measured" not in (tmp_path / "r" / "report.html").read_text()
