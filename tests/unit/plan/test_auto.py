@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ridgeline.cli import app
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout, check_layout, override_text, read_auto
@@ -205,3 +207,35 @@ def test_fewer_ranks_are_not_what_was_predicted(tmp_path: Path) -> None:
     assert compare_run(run, 1.0, 1e9, True) == []
     run.file(PLAN).unlink()
     assert compare_run(run, 1.0, 1e9, True) == []
+
+
+def test_a_job_in_a_queue_chooses_on_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = [
+        "train",
+        "llama-text",
+        "layout=auto",
+        "--on",
+        "slurm",
+        "-N",
+        "2",
+        "-n",
+        "4",
+        "--dry-run",
+    ]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert "layout auto:" not in done.output
+    assert "--here" in done.output
+
+
+def test_a_script_of_ones_own_has_it_too(tmp_path: Path) -> None:
+    from ridgeline import run_recipe
+
+    short = ("train.steps=1", "train.eval_samples=0", "model.args.depth=1", "threads=1")
+    run_recipe("llama-text", "layout=auto", "device=cpu", *short, run=str(tmp_path / "r"))
+    plan = RunDir(tmp_path / "r").read_json(PLAN)
+    assert plan["num_devices"] == 1
+    assert f"layout: {plan['layout']}\n" in (tmp_path / "r" / CONFIG).read_text()
