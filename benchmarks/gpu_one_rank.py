@@ -3,7 +3,7 @@
 Torch's fake process group stands in for the others: nothing is sent, values are wrong, shapes and memory
 are right. Each layout runs in a process of its own: the recipe's setup, then a few steps, through the
 same code as `ridgeline train`. Prints what the rank holds and the peak of a step; `--json` keeps it as a
-fact for the planner.
+fact for the planner. `ridgeline plan simulate` does it for any recipe, and adds the network.
 
     python benchmarks/gpu_one_rank.py [--world 1024] [--size llama3-8b] [--json FILE] [--layout TEXT ...]
 """
@@ -34,15 +34,12 @@ STEPS = 2
 
 def measure(text: str, world: int, size: str, seq_len: int, rank: int, pipe: Any) -> None:
     import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from ridgeline.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-    from ridgeline.launch.env import RankEnv
     from ridgeline.layout import Layout
-    from ridgeline.train.setup import build_training
+    from ridgeline.scaling.rank import build_rank
+    from ridgeline.scaling.request import RankRequest
 
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     layout = Layout.parse_for(text, world, "--layout")
     batch = layout.dp * max(layout.microbatches, layout.accumulate)
     config = RunConfig(
@@ -57,13 +54,9 @@ def measure(text: str, world: int, size: str, seq_len: int, rank: int, pipe: Any
         layout=text,
         device="cuda",
     )  # fmt: skip
-    start = time.perf_counter()
-    training = build_training(config, RankEnv(rank, world, 0, 1, "", 0, "fake"))
-    torch.cuda.synchronize()
-    built_s = time.perf_counter() - start
+    training, built_s = build_rank(RankRequest(config, world, 8, rank))
     torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated()
-    training.arranged.train()
     peaks, seconds = [], []
     for index, batch_here in enumerate(training.loader.epoch(0)):
         if index == STEPS:

@@ -25,7 +25,7 @@ from ridgeline.cli_doctor import doctor
 from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
-from ridgeline.cli_shared import has_torch, num_cores, require_torch
+from ridgeline.cli_shared import choose_for_ranks, has_torch, num_cores, require_torch
 from ridgeline.errors import Requeue, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ridgeline.launch.nodes import Place
     from ridgeline.launch.request import Wanted
     from ridgeline.launch.start import Starter
+    from ridgeline.plan.auto import Chosen
     from ridgeline.rundir import RunDir
 
 app = typer.Typer(
@@ -138,6 +139,12 @@ class _Asked:
             into, recipe = Path(recipe), str(Path(recipe) / CONFIG)
         return load_config(find_recipe(recipe), self.overrides).config, into
 
+    def before(self, into: Path | None) -> RunDir | None:
+        """The run that is there already."""
+        from ridgeline.rundir import CONFIG, RunDir
+
+        return RunDir(into) if into is not None and (into / CONFIG).is_file() else None
+
     def for_index(self, index: str) -> _Asked:
         """One of an array: `{index}` in values is its number, and so is its run directory's name."""
         overrides = [text.replace("{index}", index) for text in self.overrides]
@@ -153,15 +160,15 @@ class _Asked:
 
 def _train_here(asked: _Asked, num_processes: int | None, bind: str, wanted: Wanted) -> None:
     from ridgeline.launch.start import Local
-    from ridgeline.rundir import CONFIG, RunDir
 
     config, into = asked.load()
-    known = into is not None and (into / CONFIG).is_file()
     require_torch("training")
-    count = num_processes or _default_processes(config, RunDir(into) if known and into else None)
-    _check_before_start(config, count)
+    before = asked.before(into)
+    count = num_processes or _default_processes(config, before)
+    chosen = choose_for_ranks(config, count, count, None if asked.fresh else before)
+    _check_before_start(chosen.config, count)
     limits = jobs.limits_here("local", wanted)
-    _train_in(asked, config, into, Local(count, num_cores(), bind), limits)
+    _train_in(asked, chosen, into, Local(count, num_cores(), bind), limits)
 
 
 def _train_spread(asked: _Asked, kind: str, place: Place, wanted: Wanted) -> None:
@@ -174,27 +181,37 @@ def _train_spread(asked: _Asked, kind: str, place: Place, wanted: Wanted) -> Non
     config, into = asked.load()
     require_torch("training")
     spread = build_spread(kind, place)
-    _check_before_start(config, spread.num_ranks)
+    before = None if asked.fresh else asked.before(into)
+    chosen = choose_for_ranks(config, spread.num_ranks, spread.per_node, before)
+    _check_before_start(chosen.config, spread.num_ranks)
     with jobs.put_back(kind):
-        _train_in(asked, config, into, spread, limits)
+        _train_in(asked, chosen, into, spread, limits)
 
 
 def _train_in(
-    asked: _Asked, config: RunConfig, into: Path | None, starter: Starter, limits: Limits
+    asked: _Asked, chosen: Chosen, into: Path | None, starter: Starter, limits: Limits
 ) -> None:
     """The run directory, the ranks, the report."""
     from ridgeline.config import dump_config
     from ridgeline.launch.lock import locked
-    from ridgeline.rundir import CONFIG, RunDir
+    from ridgeline.rundir import CONFIG, PLAN, RunDir
 
+    config = chosen.config
     known = into is not None and (into / CONFIG).is_file()
     run = RunDir.create(asked.out, config.name) if into is None else RunDir.at(into)
     if asked.fresh:
         with locked(run.path):
             run.start_over()
     with locked(run.path):
-        before = run.file(CONFIG).read_text(encoding="utf-8") if known and not asked.fresh else None
+        before = None
+        if known and not asked.fresh:
+            files = [run.file(name) for name in (CONFIG, PLAN)]
+            before = {f.name: f.read_text(encoding="utf-8") for f in files if f.is_file()}
         run.write_text(CONFIG, dump_config(config))
+        if chosen.plan is not None:
+            run.write_json(PLAN, chosen.plan)
+        else:
+            run.file(PLAN).unlink(missing_ok=True)  # of a layout that it no longer has
         _run_ranks(config, starter, run, before, limits)
     report = _write_report(run)
     typer.echo(f"run directory: {run.path}\nreport: {report}")
@@ -239,11 +256,12 @@ def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: boo
 
 def _default_processes(config: RunConfig, before: RunDir | None) -> int:
     """As many ranks as the layout says, or as the run had before, else one a GPU, else one."""
-    from ridgeline.layout import Layout
+    from ridgeline.layout import Layout, read_auto
     from ridgeline.rundir import LAYOUT
 
-    said = Layout.parse(config.layout, "layout").world_size
-    if "dp" in config.layout:
+    auto = read_auto(config.layout) is not None
+    said = 1 if auto else Layout.parse(config.layout, "layout").world_size
+    if not auto and "dp" in config.layout:
         return said
     if before is not None and before.file(LAYOUT).is_file():
         last = Layout.parse(before.file(LAYOUT).read_text().strip(), LAYOUT)
@@ -258,9 +276,16 @@ def _default_processes(config: RunConfig, before: RunDir | None) -> int:
 
 
 def _check_before_start(config: RunConfig, num_processes: int) -> None:
-    """Everything that can be known to be wrong without starting a process."""
-    from ridgeline.layout import Layout, check_available, require_layout
+    """Everything that can be known to be wrong without starting a process. A layout that is still `auto`
+    is chosen in the job, on its nodes."""
+    from ridgeline.layout import Layout, check_available, read_auto, require_layout
 
+    if read_auto(config.layout) is not None:
+        if has_torch():
+            from ridgeline.train.setup import check_names
+
+            check_names(config)
+        return
     said = Layout.parse(config.layout, "layout")
     # What does not compose does so on no number of processes: that comes before their count. Whether
     # shards and experts divide `dp` is known when `dp` is.
@@ -278,13 +303,17 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
 
 
 def _run_ranks(
-    config: RunConfig, starter: Starter, run: RunDir, before: str | None, limits: Limits
+    config: RunConfig,
+    starter: Starter,
+    run: RunDir,
+    before: dict[str, str] | None,
+    limits: Limits,
 ) -> None:
     """Start the ranks; whatever happens, the run directory says how it ended. `before` is the
-    configuration of a run that was there already."""
+    configuration, and the plan, of a run that was there already, by file."""
     from ridgeline.launch.logs import clear_failure, note_failure
     from ridgeline.launch.survive import run_job
-    from ridgeline.rundir import CONFIG
+    from ridgeline.rundir import PLAN
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     clear_failure(run.path)
@@ -307,7 +336,9 @@ def _run_ranks(
         if before is None:
             shutil.rmtree(run.path, ignore_errors=True)
         else:
-            run.write_text(CONFIG, before)
+            run.file(PLAN).unlink(missing_ok=True)
+            for name, text in before.items():
+                run.write_text(name, text)
         raise
     except RunError as error:
         _add_event(run, "failed", message=str(error))
@@ -366,7 +397,7 @@ def verify(
 ) -> None:
     """Prove layouts: the same losses, gradients and weights as one device, or the first that differs."""
     from ridgeline.config import find_recipe, load_config
-    from ridgeline.layout import Layout
+    from ridgeline.layout import Layout, read_auto
 
     config = load_config(find_recipe(recipe), overrides or []).config
     if every and layout:
@@ -383,7 +414,7 @@ def verify(
         chosen = [Layout.parse(text, "--layout") for text in layout or []]
     else:
         chosen = [Layout.parse_for(text, processes, "--layout") for text in layout or []]
-    wanted = Layout.parse(config.layout, "layout").precision
+    wanted = (read_auto(config.layout) or Layout.parse(config.layout, "layout")).precision
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         show_rows(config, chosen, steps, wanted, every, full)

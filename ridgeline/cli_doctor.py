@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli_shared import num_cores, require_torch
+from ridgeline.cli_shared import choose_for_ranks, num_cores, require_torch
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
     from ridgeline.doctor.measured import Measured
+    from ridgeline.plan.kept import Compared
+    from ridgeline.rundir import RunDir
 
 DOCTOR = "doctor.json"
 
@@ -92,9 +94,12 @@ def doctor(
             raise UsageError(
                 f"--climb runs a training, and {what} is over; give it the recipe: {path / CONFIG}"
             )
-        ranks = [measure_run(RunDir.open(path))]
+        run = RunDir.open(path)
+        ranks = [measure_run(run)]
         trained = load_config(path / CONFIG, []).config
-        value = _conclude(ranks, [], out or path, as_json, None, trained)
+        value = _conclude(
+            ranks, [], out or path, as_json, None, trained, _compare(run, ranks[0])
+        )
         if as_json:
             typer.echo(json.dumps(value, indent=1))
         return
@@ -191,6 +196,7 @@ def _measure(
             raise UsageError(f"no script at {what}; name a file, a recipe or a run directory")
         text, request = "", Request(script=str(script), arguments=tuple(rest), **shared)
     else:
+        config = choose_for_ranks(config, num_processes, num_processes).config
         _check(config.layout, num_processes)
         text, request, threads = dump_config(config), Request(**shared), config.threads
     folder = tempfile.TemporaryDirectory(prefix="ridgeline-doctor-")
@@ -245,8 +251,10 @@ def _conclude(
     as_json: bool,
     trace: Path | None,
     config: RunConfig | None,
+    compared: Sequence[Compared] = (),
 ) -> dict[str, Any]:
-    """Judge, draw, write, and tell; for programs the caller prints what this returns."""
+    """Judge, draw, write, and tell; for programs the caller prints what this returns. `compared` is what was
+    predicted of a finished run."""
     from ridgeline.doctor.pictures import write_pictures
     from ridgeline.doctor.show import show_verdict
     from ridgeline.doctor.verdict import judge
@@ -259,6 +267,8 @@ def _conclude(
         "remedies": remedies,
         "measured": [m.to_dict() for m in ranks],
     }
+    if compared:
+        value["predicted"] = [one.to_dict() for one in compared]
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / DOCTOR).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
@@ -271,9 +281,18 @@ def _conclude(
             f"cannot write into {out} of --out ({error.strerror}); name another"
         ) from error
     if not as_json:
-        typer.echo(show_verdict(measured, verdict, remedies))
+        typer.echo(show_verdict(measured, verdict, remedies, compared))
         typer.echo(f"\nwritten: {', '.join(path.name for path in made)} in {out}")
     return value
+
+
+def _compare(run: RunDir, measured: Measured) -> list[Compared]:
+    from ridgeline.plan.kept import compare_run
+
+    ranks = [r.peak_memory_bytes for r in run.ranks() if r.peak_memory_bytes is not None]
+    seen = [measured.memory.peak_bytes] if measured.memory is not None else []
+    most = max([*seen, *ranks], default=None)
+    return compare_run(run, measured.step_s, most, measured.device_kind == "cuda")
 
 
 def list_remedies(measured: Measured, config: RunConfig | None) -> list[str]:

@@ -243,10 +243,11 @@ def _sweep(
 
     from ridgeline.config import find_recipe, load_config
     from ridgeline.doctor.shapes import MULTIPLES, collect_shapes, describe_swept, sweep_model
-    from ridgeline.layout import Layout
+    from ridgeline.layout import Layout, read_auto
 
     config = load_config(find_recipe(model), overrides).config
-    said = precision or Layout.parse(config.layout, "layout").precision
+    layout = read_auto(config.layout) or Layout.parse(config.layout, "layout")
+    said = precision or layout.precision
     if said not in MULTIPLES:
         raise UsageError(f"--precision {said!r} is not one of {', '.join(MULTIPLES)}")
     if said not in peaks:

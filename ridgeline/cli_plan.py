@@ -83,6 +83,9 @@ def best(
     scale: Annotated[
         str | None, typer.Option(help="Scaling curves over nodes, as in 1..64 (powers of 2).")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw --scale into this SVG file as well.")
+    ] = None,
     explain: Annotated[
         str | None, typer.Option(help="One layout: its time and memory, and whether it fits.")
     ] = None,
@@ -120,8 +123,10 @@ def best(
         _explain(explain, sizes, place, devices, batch)
         return
     if scale is not None:
-        _scale(scale, sizes, place, batch, precision)
+        _scale(scale, sizes, place, batch, precision, picture)
         return
+    if picture is not None:
+        raise UsageError("--picture draws the curves of --scale; give that too, as in 1..64")
     found = search(
         sizes, place, devices, batch, precision, top, "memory" if by == "memory" else "time"
     )
@@ -269,7 +274,14 @@ def _explain(text: str, model: Model, machine: Machine, devices: int, batch: int
         typer.echo(line)
 
 
-def _scale(text: str, model: Model, machine: Machine, batch: int, precision: str) -> None:
+def _scale(
+    text: str,
+    model: Model,
+    machine: Machine,
+    batch: int,
+    precision: str,
+    picture: Path | None = None,
+) -> None:
     from ridgeline.plan.search import scale
     from ridgeline.plan.show import show_scale
 
@@ -280,10 +292,22 @@ def _scale(text: str, model: Model, machine: Machine, batch: int, precision: str
     while count <= int(last):
         nodes.append(count)
         count *= 2
-    for weak in (True, False):
-        for line in show_scale(scale(model, machine, nodes, batch, precision, weak), weak):
+    curves = {weak: scale(model, machine, nodes, batch, precision, weak) for weak in (True, False)}
+    for weak, rows in curves.items():
+        for line in show_scale(rows, weak):
             typer.echo(line)
         typer.echo("")
+    if picture is not None:
+        from ridgeline.scaling.curves import draw_scaling
+
+        title = f"{model.name} on {machine.name}, batch {batch} on the fewest nodes, {precision}"
+        try:
+            picture.write_text(draw_scaling(curves[True], curves[False], title), encoding="utf-8")
+        except OSError as error:
+            raise RunError(
+                f"cannot write {picture} of --picture ({error.strerror}); name another file"
+            ) from error
+        typer.echo(f"drawn: {picture}")
 
 
 def _nothing(name: str, batch: int, devices: int, machine: str, found: Found) -> str:
@@ -305,6 +329,52 @@ def _write(path: Path, layout: str) -> None:
             f"cannot write {path} of --write ({error.strerror}); name a recipe"
         ) from error
     typer.echo(f"layout written to {path}")
+
+
+@plan_app.command()
+def simulate(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.batch=1024")
+    ] = None,
+    layout: Annotated[str, typer.Option("--layout", help="Of the whole job.")] = "",
+    nodes: Annotated[int, typer.Option("-N", "--nodes", min=1, help="Nodes.")] = 1,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", help="As above; default: found by the device that is here."),
+    ] = None,
+    per_node: Annotated[
+        int | None, typer.Option(min=1, help="Devices of a node; default: the machine's.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Show this rank.")] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="Show a rank of this pipeline stage.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 5,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """One rank of a job for real, on the device at hand, and the rest of it from the network's model."""
+    from ridgeline.cli_shared import require_torch
+    from ridgeline.config import find_recipe, load_config
+
+    said = [*(overrides or []), *([f"layout={layout}"] if layout else [])]
+    config = load_config(find_recipe(recipe), [*said, f"device={device}"]).config
+    require_torch("`ridgeline plan simulate`")
+    from ridgeline.cli_shared import machine_here
+    from ridgeline.scaling.show import show_simulated, to_dict
+    from ridgeline.scaling.simulate import Asked, simulate
+
+    place = machine_here(config, machine, per_node)
+    asked = Asked(
+        config.layout, nodes * place.devices_per_node, place, rank, stage, steps, config.device
+    )
+    found = simulate(config, asked)
+    if as_json:
+        typer.echo(json.dumps(to_dict(found), indent=1))
+        return
+    for line in show_simulated(found):
+        typer.echo(line)
 
 
 @plan_app.command()

@@ -9,8 +9,17 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
 
 from ridgeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from ridgeline.config import RunConfig
+    from ridgeline.plan.auto import Chosen
+    from ridgeline.plan.machine import Machine
+    from ridgeline.rundir import RunDir
 
 
 def has_torch() -> bool:
@@ -34,6 +43,57 @@ def require_torch(what: str) -> None:
 def num_cores() -> int:
     """Cores this process may use, which a scheduler can have made fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_for_ranks(
+    config: RunConfig, num_ranks: int, per_node: int, before: RunDir | None = None
+) -> Chosen:
+    """The configuration that ranks are started with, and what the planner says of it: `layout: auto` is
+    chosen here and nowhere else, and said in a line or two. `before` is a run that goes on."""
+    from ridgeline.layout import read_auto
+    from ridgeline.plan.auto import Chosen, Place, choose_layout
+    from ridgeline.plan.kept import read_plan
+
+    plan = read_plan(before) if before is not None else None
+    if read_auto(config.layout) is None and not config.plan.machine and plan is None:
+        return Chosen(config, None)
+    place = Place(num_ranks, per_node, num_cores(), _gpu_name(config.device))
+    chosen = choose_layout(config, place, plan)
+    for line in chosen.lines:
+        typer.echo(line)
+    return chosen
+
+
+def machine_here(config: RunConfig, named: str | None, per_node: int | None) -> Machine:
+    """The machine that is named, or the one that the device of this host is of; one rank has it all to
+    itself, as it would in the job."""
+    from ridgeline.plan.auto import Place, find_machine, load_named, profile_of
+    from ridgeline.plan.machine import load_machine
+
+    if named is not None:
+        machine = load_named(named, "--machine")
+        return machine.replace(devices_per_node=per_node) if per_node else machine
+    name = _gpu_name(config.device)
+    if config.plan.machine:
+        usual = load_named(config.plan.machine, "plan.machine")
+    else:
+        usual = load_machine((profile_of(name) if name is not None else None) or "cpu-node")
+    place = Place(1, 1, config.threads or num_cores(), name)
+    machine, _ = find_machine(config, place)
+    return machine.replace(devices_per_node=per_node or usual.devices_per_node)
+
+
+def _gpu_name(device: str) -> str | None:
+    """Of the GPU that ranks here would use; torch alone knows whether it can use one."""
+    from ridgeline.plan.auto import gpu_name
+
+    if device == "cpu":
+        return None
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
+    return (gpu_name() or "an unknown GPU") if torch.cuda.device_count() else None
 
 
 @contextmanager

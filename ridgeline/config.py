@@ -17,9 +17,11 @@ from typing import Any
 
 import yaml
 
+from ridgeline import augmenting
+from ridgeline.augmenting import AugmentConfig
 from ridgeline.errors import UsageError, unknown_word
-from ridgeline.layout import Layout, override_text
-from ridgeline.tuning import AT_LEAST, CHOICES, TuneConfig
+from ridgeline.layout import check_text, override_text
+from ridgeline.tuning import AT_LEAST, CHOICES, PlanConfig, TuneConfig
 from ridgeline.typed import build_typed, leaf_items, leaves, to_plain
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -63,55 +65,6 @@ class ModelConfig:
     """Keep 4-D weights and inputs in channels-last order, which convolutions on GPUs prefer."""
     weights: str = ""
     """Initial weights: a safetensors file, or a directory of them as `transformers` writes it."""
-
-
-@dataclass(frozen=True)
-class AugmentConfig:
-    crop: str = "none"
-    """none; resized: a random box, resized to `size`; padded: a random place of `size`; centre. An
-    evaluation takes the centre in each."""
-    size: tuple[int, ...] = ()
-    """Height and width after the crop; without it those of the samples."""
-    area: tuple[float, float] = (0.08, 1.0)
-    """Share of the image that a box of crop=resized has, from and to."""
-    ratio: tuple[float, float] = (0.75, 4 / 3)
-    """Its width over its height, from and to."""
-    padding: int = 0
-    """Pixels of stored value 0 around an image that crop=padded moves in."""
-    eval_area: float = 1.0
-    """Share of the largest centre box that an evaluation of crop=resized takes, by area."""
-    flip_horizontal: float = 0.0
-    """Probability that left and right are exchanged."""
-    flip_vertical: float = 0.0
-    """Probability that top and bottom are exchanged."""
-    roll: float = 0.0
-    """Probability that columns move around the globe by any number of them (crop=none)."""
-    scale: tuple[float, ...] = ()
-    """Stored values x scale + offset are the values themselves; one number a channel, or one for all.
-    Without it 1/255 for bytes, otherwise 1."""
-    offset: tuple[float, ...] = ()
-    """Like `scale`; without it 0."""
-    mean: tuple[float, ...] = ()
-    """Subtracted from the values, one number a channel or one for all."""
-    std: tuple[float, ...] = ()
-    """The rest is divided by this."""
-    brightness: float = 0.0
-    """Factor from 1 - x to 1 + x; it and the next three are for values from 0 to 1 (see `scale`)."""
-    contrast: float = 0.0
-    """Likewise, of the distance to the image's mean grey."""
-    saturation: float = 0.0
-    """Likewise, of the distance to a pixel's own grey."""
-    hue: float = 0.0
-    """Largest turn of the hue either way, in turns: 0.5 is any."""
-    mixup: float = 0.0
-    """Blend samples and labels in pairs by lambda from Beta(x, x); 0 never does."""
-    cutmix: float = 0.0
-    """Put a box of the partner into a sample, of area 1 - lambda from Beta(x, x); 0 never does. With
-    mixup too, each sample has one of the two."""
-    mix_share: float = 1.0
-    """Probability that a sample is mixed at all."""
-    where: str = "device"
-    """device: on the GPU, beside the step; host: in the loader, for a GPU that has no time for it."""
 
 
 @dataclass(frozen=True)
@@ -292,8 +245,9 @@ class RunConfig:
     restart: RestartConfig = field(default_factory=RestartConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     layout: str = ""
-    """Parallel arrangement in its text form, e.g. dp=2,precision=bf16."""
+    """Parallel arrangement in its text form, e.g. dp=2,precision=bf16; `auto` asks the planner."""
     axes: str = "pp,dp,cp,spatial,tp"
     """Order in which ranks are laid out along the axes of the layout, slowest links first."""
     device: str = "auto"
@@ -312,11 +266,10 @@ class Resolved:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     **CHOICES,
+    **augmenting.CHOICES,
     "model.dtype": ("float32", "float64", "bfloat16", "float16"),
     "data.shuffle": ("full", "blocks"),
     "data.stage_share": ("node", "job"),
-    "data.augment.where": ("device", "host"),
-    "data.augment.crop": ("none", "resized", "padded", "centre"),
     "train.lr_rule": ("none", "linear", "sqrt"),
     "optim.name": ("adamw", "adam", "sgd"),
     "schedule.name": ("constant", "linear", "cosine", "step"),
@@ -327,23 +280,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 _AT_LEAST: dict[str, float] = {
     **AT_LEAST,
+    **augmenting.AT_LEAST,
     "data.workers": 0,
     "data.prefetch": 0,
     "data.threads": 1,
     "data.shuffle_block": 1,
     "data.shuffle_window": 1,
-    "data.augment.padding": 0,
-    "data.augment.eval_area": 0.001,
-    "data.augment.flip_horizontal": 0,
-    "data.augment.flip_vertical": 0,
-    "data.augment.roll": 0,
-    "data.augment.brightness": 0,
-    "data.augment.contrast": 0,
-    "data.augment.saturation": 0,
-    "data.augment.hue": 0,
-    "data.augment.mixup": 0,
-    "data.augment.cutmix": 0,
-    "data.augment.mix_share": 0,
     "train.batch": 1,
     "train.epochs": 1,
     "train.steps": 1,
@@ -372,15 +314,6 @@ _AT_LEAST: dict[str, float] = {
     "watch.timeout_s": 0,
     "watch.first_step_s": 0,
     "threads": 1,
-}
-
-_AT_MOST: dict[str, float] = {
-    "data.augment.eval_area": 1,
-    "data.augment.flip_horizontal": 1,
-    "data.augment.flip_vertical": 1,
-    "data.augment.roll": 1,
-    "data.augment.hue": 0.5,
-    "data.augment.mix_share": 1,
 }
 
 
@@ -554,10 +487,10 @@ def _check_values(config: RunConfig) -> None:
             raise UsageError(f"{key}={value} is not a finite number")
         if value < least:
             raise UsageError(f"{key}={value} is too small; the least is {least:g}")
-    for key, most in _AT_MOST.items():
+    for key, most in augmenting.AT_MOST.items():
         if values[key] > most:
             raise UsageError(f"{key}={values[key]} is too large; the most is {most:g}")
-    _check_augment(config.data.augment)
+    augmenting.check_augment(config.data.augment)
     if "/" in config.name or not config.name or config.name.startswith("."):
         raise UsageError(f"name={config.name!r} starts a directory's name; leave out '/' and '.'")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
@@ -571,29 +504,4 @@ def _check_values(config: RunConfig) -> None:
         raise UsageError(
             "train.target is set but train.eval_samples=0 never evaluates; leave one of them out"
         )
-    Layout.parse(config.layout, "layout")
-
-
-def _check_augment(augment: AugmentConfig) -> None:
-    """The lists of numbers; what the samples have to do with them, `data/augment` checks."""
-    if augment.size and (len(augment.size) != 2 or min(augment.size) < 1):
-        raise UsageError(
-            f"data.augment.size={list(augment.size)} is not a height and a width, e.g. [224, 224]"
-        )
-    for name, (low, high) in (("area", augment.area), ("ratio", augment.ratio)):
-        if not 0 < low <= high < math.inf or (name == "area" and high > 1):
-            limit = " and at most 1" if name == "area" else ""
-            raise UsageError(
-                f"data.augment.{name}={[low, high]} has to be two numbers above 0{limit}, the lower "
-                "first"
-            )
-    for name in ("scale", "offset", "mean", "std"):
-        numbers = getattr(augment, name)
-        if not all(math.isfinite(number) for number in numbers):
-            raise UsageError(f"data.augment.{name}={list(numbers)} are not all finite numbers")
-    for name in ("scale", "std"):
-        if 0 in getattr(augment, name):
-            raise UsageError(
-                f"data.augment.{name}={list(getattr(augment, name))} has a 0, which leaves nothing of "
-                "a channel; leave it out or give another number"
-            )
+    check_text(config.layout, "layout")

@@ -170,6 +170,11 @@ class Layout:
     @classmethod
     def parse(cls, text: str, place: str = "layout") -> Layout:
         """The layout that a text names; empty text is one process with nothing switched on."""
+        if read_auto(text, place) is not None:
+            raise UsageError(
+                f"{text!r} in {place} is chosen when `ridgeline train` starts its ranks; name the fields "
+                "here, as in dp=4,zero=1"
+            )
         items = _read_items(text, place)
         return cls(**{name: _read_value(name, value, place) for name, value in items.items()})
 
@@ -221,9 +226,38 @@ FIELDS: Final[tuple[str, ...]] = tuple(_DEFAULTS)
 """The names of a layout's fields, in the order of the canonical text."""
 
 
+AUTO: Final = "auto"
+"""A layout that the planner chooses for as many ranks as there are."""
+
+
+def read_auto(text: str, place: str = "layout") -> Layout | None:
+    """What a text that leaves the layout to the planner says nevertheless: its precision, as in
+    `auto,precision=bf16`. None for any other text."""
+    head, _, rest = text.partition(",")
+    if head.strip() != AUTO:
+        return None
+    for name in _read_items(rest, place):
+        if name != "precision":
+            raise UsageError(
+                f"{text!r} in {place}: beside auto only precision can be said, because {name} is the "
+                "planner's to choose; leave it out, or auto"
+            )
+    return Layout.parse(rest, place)
+
+
+def check_text(text: str, place: str = "layout") -> None:
+    """Refuse a text that is no layout and does not leave it to the planner either."""
+    if read_auto(text, place) is None:
+        Layout.parse(text, place)
+
+
 def override_text(text: str, name: str, value: str, place: str = "layout") -> str:
     """A layout text with one field set, otherwise as written, so that a stated `dp=1` stays stated
     for `Layout.parse_for`."""
+    if read_auto(text, place) is not None:
+        rest = override_text(text.partition(",")[2], name, value, place)
+        read_auto(f"{AUTO},{rest}", place)
+        return f"{AUTO},{rest}"
     items = _read_items(text, place)
     _require_field(name, place)
     items[name] = _show_value(_read_value(name, value, place))

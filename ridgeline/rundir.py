@@ -21,6 +21,7 @@ from ridgeline.errors import UsageError
 
 CONFIG = "config.yaml"
 LAYOUT = "layout.txt"
+PLAN = "plan.json"
 FACTS = "facts.json"
 ENV = "env.json"
 METRICS = "metrics.jsonl"

@@ -1,4 +1,5 @@
-"""Settings that change how fast a step is and not what it computes, but for rounding: section `tune`.
+"""Settings that change how fast a step is and not what it computes, but for rounding: section `tune`;
+and what the planner is told where it chooses the layout: section `plan`.
 
 Each is off by default and is switched on by a recipe, an override (`tune.attention=cudnn`) or the
 doctor's climb, which measures it first. They hold for any module. Read by `config.py`; carried out by
@@ -54,6 +55,13 @@ class TuneConfig:
     """Blocks at the start that stay in bf16."""
     fp8_keep_last: int = 0
     """Blocks at the end that stay in bf16."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    machine: str = ""
+    """The machine that `layout: auto` is planned for and steps are predicted on: a profile's name, a YAML
+    file, or measured rates as JSON; empty: found by the device's name."""
 
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {

@@ -11,9 +11,16 @@ from ridgeline.doctor.measured import Measured
 from ridgeline.doctor.pictures import step_rows
 from ridgeline.doctor.verdict import Verdict, class_limit
 from ridgeline.machine.picture import amount, duration
+from ridgeline.plan.kept import Compared
 
 
-def show_verdict(measured: Measured, verdict: Verdict, remedies: Sequence[str]) -> str:
+def show_verdict(
+    measured: Measured,
+    verdict: Verdict,
+    remedies: Sequence[str],
+    compared: Sequence[Compared] = (),
+) -> str:
+    """`compared`: what was predicted of a run that has been measured."""
     lines = [verdict.sentence, "", _headline(measured), ""]
     limits = {c.name: class_limit(measured, c) for c in measured.classes}
     counts = {c.name: c for c in measured.classes}
@@ -33,6 +40,7 @@ def show_verdict(measured: Measured, verdict: Verdict, remedies: Sequence[str]) 
     if measured.tensor_core_share is not None:
         lines.append(f"  on tensor cores: {measured.tensor_core_share:.0%} of the products' time")
     lines += _memory(measured)
+    lines += _predicted(compared)
     lines += [
         "",
         "evidence:",
@@ -56,6 +64,17 @@ def show_verdict(measured: Measured, verdict: Verdict, remedies: Sequence[str]) 
         ]
     lines += ["", *measured.notes] if measured.notes else []
     return "\n".join(lines)
+
+
+def _predicted(compared: Sequence[Compared]) -> list[str]:
+    lines = ["", "predicted and measured:"] if compared else []
+    for one in compared:
+        said, seen = (
+            duration(v) if one.unit == "s" else amount(v, "B")
+            for v in (one.predicted, one.measured)
+        )
+        lines.append(f"  {one.name:<30}{said:>10}{seen:>10}  {one.error:+.1%}")
+    return lines
 
 
 def _headline(m: Measured) -> str:

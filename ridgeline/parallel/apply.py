@@ -399,11 +399,13 @@ def arrange(
     randomness: Randomness | None = None,
     example: tuple[Any, ...] | None = None,
     tune: TuneConfig | None = None,
+    block_costs: dict[str, float] | None = None,
 ) -> Arranged:
     """The same computation as `objective`, arranged as `layout` says over the ranks of `mesh`.
 
     `model` is the part of `objective` that holds the parameters and `loss` the rest, which pipelines
     take apart. `example` are inputs of the model, for techniques that have to watch it run.
+    `block_costs` are what a pipeline would measure, where another rank has done that.
     """
     require_layout(layout, "layout")
     missing = check_available(layout)
@@ -420,6 +422,7 @@ def arrange(
         randomness=randomness,
         example=example,
         tune=tune or TuneConfig(),
+        block_costs=block_costs,
     )
     for technique in ORDER:
         technique.apply(built)

@@ -56,6 +56,8 @@ class Arranged:
     """None in a loop of the user's own, where dropout is torch's."""
     example: tuple[Any, ...] | None = None
     tune: TuneConfig = field(default_factory=TuneConfig)
+    block_costs: dict[str, float] | None = None
+    """Seconds of the blocks that a pipeline is balanced by: measured where they are not given."""
     state_names: dict[str, str] = field(default_factory=dict)
     """Every key of the model's state dict, and the first name of the tensor it stands for."""
     tensor_plan: TensorPlan | None = None

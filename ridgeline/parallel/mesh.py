@@ -75,6 +75,17 @@ class Mesh:
         group = self.group(*axes)
         return dist.get_rank(group) if group is not None else 0
 
+    def axes_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        """The axes along which these ranks, this one among them, differ; empty for no group of ours."""
+        found = (
+            a for a, g in self._groups.items() if tuple(dist.get_process_group_ranks(g)) == ranks
+        )
+        return next((axes for axes in found if axes and axes[0] in self.sizes), ())
+
+    def stage_of(self, rank: int) -> int:
+        """The place in the pipeline of any rank."""
+        return _coordinates(rank, self.sizes)["pp"]
+
     def _used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
 
@@ -229,6 +240,11 @@ def read_order(text: str, place: str = "axes") -> tuple[str, ...]:
     if sorted(names) != sorted(ORDER):
         raise UsageError(f"{place}={text} has to name each of {', '.join(ORDER)} once")
     return names
+
+
+def rank_at_stage(rank: int, stage: int, sizes: dict[str, int]) -> int:
+    """The rank in another place of the pipeline, where it stands along every other axis."""
+    return _rank_at({**_coordinates(rank, sizes), "pp": stage}, sizes)
 
 
 def axis_sizes(layout: Layout, order: tuple[str, ...] = ORDER) -> dict[str, int]:

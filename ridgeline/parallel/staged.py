@@ -117,7 +117,9 @@ def cut_into_stages(built: Arranged) -> None:
     """Plan the cuts on every rank alike and keep this rank's stages."""
     layout, mesh = built.layout, built.mesh
     example = built.require_example("a pipeline")
-    costs = _agree(_measure(built.model, example), mesh)
+    costs = built.block_costs
+    if costs is None:
+        costs = built.block_costs = _agree(_measure(built.model, example), mesh)
     num_stages = layout.pp * layout.virtual
     plan = plan_stages(
         built.model,

@@ -356,21 +356,27 @@ class FlatZero:
 
     # Looking at it
 
-    def held_bytes(self, optimizer: Optimizer | None = None) -> dict[str, int]:
-        """Bytes of this rank in weights, gradients, optimizer state (with the master weights), and,
-        with `offload_optimizer`, what of these is on the host."""
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What this rank holds of weights, gradients and master weights; several may share memory."""
         stores = list(self._stores.values())
         parameters = list(self.module.parameters())
-        states = optimizer.state.values() if optimizer is not None else []
         parts: dict[str, list[Tensor | None]] = {
             "weights": [*parameters, *[store.weights for store in stores]],
             "gradients": [p.grad for p in parameters]
             + [piece.parameter.grad for piece in self.pieces]
             + [tensor for store in stores for tensor in (store.gradients, store.reduced)],
             "optimizer": [store.master for store in stores]
-            + [piece.parameter for piece in self.pieces]
-            + [value for state in states for value in state.values() if isinstance(value, Tensor)],
+            + [piece.parameter for piece in self.pieces],
         }
+        return {name: [t for t in found if t is not None] for name, found in parts.items()}
+
+    def held_bytes(self, optimizer: Optimizer | None = None) -> dict[str, int]:
+        """Bytes of this rank in weights, gradients, optimizer state (with the master weights), and,
+        with `offload_optimizer`, what of these is on the host."""
+        stores = list(self._stores.values())
+        parts = self.tensors()
+        for state in optimizer.state.values() if optimizer is not None else ():
+            parts["optimizer"] += [value for value in state.values() if isinstance(value, Tensor)]
         seen: set[int] = set()
         held = dict.fromkeys([*parts, "host"], 0)
         away = (
@@ -378,8 +384,6 @@ class FlatZero:
         )
         for place, tensors in parts.items():
             for tensor in tensors:
-                if tensor is None:
-                    continue
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())

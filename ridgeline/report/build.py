@@ -30,6 +30,7 @@ from ridgeline.report.page import (
     tiles,
     value_text,
 )
+from ridgeline.report.predicted import predicted
 from ridgeline.report.stragglers import stragglers
 from ridgeline.report.summary import (
     OTHER,
@@ -80,6 +81,7 @@ def build_report(run: RunDir) -> Path:
             section("Loss and metrics", _curves(summary)),
             section("Speed", _speed(summary)),
             section("Where a step's time goes", _split(summary)),
+            section("Predicted and measured", predicted(run, summary)),
             section("Ranks", _ranks(summary)),
             section("Stragglers", stragglers(summary.events)),
             section("Events", _events(summary)),

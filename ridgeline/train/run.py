@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,11 +22,23 @@ from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
 from ridgeline.data.batch import Batch
 from ridgeline.errors import WouldRepeat
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
+from ridgeline.layout import read_auto
 from ridgeline.optim.update import Update
 from ridgeline.parallel.fallbacks import Gathered, describe_gathered
 from ridgeline.parallel.gather import full_state
-from ridgeline.parallel.mesh import close_mesh
-from ridgeline.rundir import CONFIG, ENV, FACTS, LAYOUT, WEIGHTS, EvalRecord, RunDir, StepRecord
+from ridgeline.parallel.mesh import choose_device, close_mesh
+from ridgeline.plan.auto import Place, choose_layout
+from ridgeline.rundir import (
+    CONFIG,
+    ENV,
+    FACTS,
+    LAYOUT,
+    PLAN,
+    WEIGHTS,
+    EvalRecord,
+    RunDir,
+    StepRecord,
+)
 from ridgeline.train.alive import build_alive
 from ridgeline.train.board import Board
 from ridgeline.train.checkpoints import Checkpoints, has_checkpoints
@@ -384,6 +399,21 @@ def describe(training: Training) -> list[str]:
     ]
 
 
+def _choose(config: RunConfig, env: RankEnv) -> tuple[RunConfig, dict[str, Any] | None]:
+    """The layout that `auto` stands for on the ranks that are there, and the plan."""
+    if read_auto(config.layout) is None and not config.plan.machine:
+        return config, None
+    device = choose_device(config.device, env)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    cores = psutil.cpu_count() or 1  # of the host: ranks may be held to different numbers of them
+    place = Place(env.world_size, env.local_world_size, cores, name)
+    chosen = choose_layout(config, place, None)
+    if env.rank == 0:
+        for line in chosen.lines:
+            print(line, flush=True)
+    return chosen.config, chosen.plan
+
+
 def run_recipe(
     recipe: str, *overrides: str, out: str | None = None, run: str | None = None
 ) -> Summary:
@@ -392,20 +422,22 @@ def run_recipe(
     Under torchrun every process calls it and they train together; the layout's `dp` follows. With
     `out` a run directory is made there, of which `ridgeline report` makes the page; `run` is the
     directory itself, gone on with where it is there. SIGTERM and SIGUSR1 end it after a step, with
-    `stopped` in what it returns.
+    `stopped` in what it returns. `layout: auto` is chosen by every rank for itself, alike.
     """
     env = read_rank_env()
-    resolved = load_config(find_recipe(recipe), overrides)
+    config, plan = _choose(load_config(find_recipe(recipe), overrides).config, env)
     made: RunDir | None = None
     if run is not None:
         made = RunDir.at(Path(run))
     elif out is not None and env.rank == 0:
-        made = RunDir.create(Path(out), resolved.config.name)
+        made = RunDir.create(Path(out), config.name)
     if made is not None and env.rank == 0:
-        made.write_text(CONFIG, dump_config(resolved.config))
+        made.write_text(CONFIG, dump_config(config))
+        if plan is not None:
+            made.write_json(PLAN, plan)
     try:
         with listening(Requests()) as requests:
-            return run_training(resolved.config, env, made, requests)
+            return run_training(config, env, made, requests)
     except Exception as error:
         if made is not None and env.rank == 0:
             made.add_event("failed", message=str(error))

@@ -113,9 +113,14 @@ class Training:
             self.eval_loader.close()
 
 
-def build_training(config: RunConfig, env: RankEnv, resumes: bool = False) -> Training:
+def build_training(
+    config: RunConfig,
+    env: RankEnv,
+    resumes: bool = False,
+    block_costs: dict[str, float] | None = None,
+) -> Training:
     """Every rank calls this with the same configuration; one that `resumes` will get its weights from a
-    checkpoint, so `model.weights` is not looked at."""
+    checkpoint, so `model.weights` is not looked at. `block_costs`: see `arrange`."""
     layout = Layout.parse_for(config.layout, env.world_size, "layout")
     check_batch(config, layout)
     if layout.precision == "fp16" and config.model.dtype == "float16":
@@ -134,12 +139,14 @@ def build_training(config: RunConfig, env: RankEnv, resumes: bool = False) -> Tr
     # Wrong data are better found before ranks wait for each other; only nodes that stage meet first.
     if not config.data.stage:
         sources = build_sources(config.data.source, config.data.args, config.train.seed)
-        return _build_on(config, layout, device, precision, sources, join, resumes)
+        return _build_on(config, layout, device, precision, sources, join, resumes, block_costs)
     mesh = join()
     staging = stage_data(config.data, mesh)
     try:
         sources = build_sources(config.data.source, staging.args, config.train.seed)
-        built = _build_on(config, layout, device, precision, sources, lambda: mesh, resumes)
+        built = _build_on(
+            config, layout, device, precision, sources, lambda: mesh, resumes, block_costs
+        )
         return replace(built, staging=staging, notes=[*staging.notes, *built.notes])
     except BaseException:
         staging.release()
@@ -154,6 +161,7 @@ def _build_on(
     sources: tuple[Source, Source],
     join: Callable[[], Mesh],
     resumes: bool,
+    block_costs: dict[str, float] | None,
 ) -> Training:
     """The rest, once the data are there."""
     _check_vocab(config, sources[0])
@@ -179,6 +187,7 @@ def _build_on(
         randomness=Randomness(config.train.seed),
         example=example,
         tune=config.tune,
+        block_costs=block_costs,
     )
     clock = build_clock(device)
     to_device = _build_to_device(config, device)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.config import AugmentConfig
+from ridgeline.augmenting import AugmentConfig
 from ridgeline.data.augment import build_augment
 from ridgeline.data.source import SourceInfo
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.config import AugmentConfig
+from ridgeline.augmenting import AugmentConfig
 from ridgeline.data.augment import colour, geometry, mix
 from ridgeline.data.augment.check import check_augment
 from ridgeline.data.augment.geometry import Places, to_device, widen

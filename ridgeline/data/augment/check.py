@@ -5,7 +5,7 @@ Called by `apply.py`; ranges of single values are checked with the rest of the c
 
 from __future__ import annotations
 
-from ridgeline.config import AugmentConfig
+from ridgeline.augmenting import AugmentConfig
 from ridgeline.data.source import SourceInfo
 from ridgeline.errors import UsageError
 

@@ -109,6 +109,7 @@ class Pipeline:
         self.recorder = Recorder(device)
         self._feed = Feed(loss, inside=inside)
         self._built: tuple[tuple[int, ...], Any] | None = None
+        self._timed: list[TimedStage] = []
         self._events: list[Event] | None = None
         self._heard = _Heard()
         # The first operation of a group has to be one of all its ranks, and schedules talk in pairs.
@@ -221,12 +222,26 @@ class Pipeline:
         self._events = None
         self.recorder.start()
 
-    def timeline(self) -> Timeline:
-        """What the last recorded step did, on all ranks; every rank calls it."""
+    def fill_received(self) -> None:
+        """Give what no neighbour sends ordinary values, after the first step: a rank that is simulated
+        alone would compute with what was in its memory, and take as long as that takes."""
+        for stage in self._timed:
+            infos = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in (one for group in infos for one in group):
+                if isinstance(getattr(info, "buffer", None), Tensor):
+                    with torch.no_grad():
+                        info.buffer.normal_()
+
+    def own_events(self) -> list[Event]:
+        """What the last recorded step did on this rank, which asks no other."""
         if self._events is None:
             raise UsageError("no pipeline step was recorded; call record_next_step() before one")
+        return self._events
+
+    def timeline(self) -> Timeline:
+        """What the last recorded step did, on all ranks; every rank calls it."""
         gathered: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(gathered, self._events, group=self.group)
+        dist.all_gather_object(gathered, self.own_events(), group=self.group)
         return Timeline(
             tuple(event for events in gathered for event in events),
             self.schedule,
@@ -240,6 +255,8 @@ class Pipeline:
             TimedStage(module, index, self.plan, self._feed, self.recorder, self.device, self.group)
             for index, module in zip(self.indices, self.stages, strict=True)
         ]
+
+        self._timed = stages
 
         def loss(output: Tensor, _: Tensor) -> Tensor:
             return output

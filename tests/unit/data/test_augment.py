@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ridgeline.config import AugmentConfig
+from ridgeline.augmenting import AugmentConfig
 from ridgeline.data.augment import build_augment, colour, geometry, mix
 from ridgeline.data.keyed import keyed_uniform
 from ridgeline.data.order import piece_bounds
