@@ -97,9 +97,7 @@ def doctor(
         run = RunDir.open(path)
         ranks = [measure_run(run)]
         trained = load_config(path / CONFIG, []).config
-        value = _conclude(
-            ranks, [], out or path, as_json, None, trained, _compare(run, ranks[0])
-        )
+        value = _conclude(ranks, [], out or path, as_json, None, trained, _compare(run, ranks[0]))
         if as_json:
             typer.echo(json.dumps(value, indent=1))
         return
@@ -253,8 +251,8 @@ def _conclude(
     config: RunConfig | None,
     compared: Sequence[Compared] = (),
 ) -> dict[str, Any]:
-    """Judge, draw, write, and tell; for programs the caller prints what this returns. `compared` is what was
-    predicted of a finished run."""
+    """Judge, draw, write, and tell; for programs the caller prints what this returns. `compared`: what
+    was predicted of a finished run."""
     from ridgeline.doctor.pictures import write_pictures
     from ridgeline.doctor.show import show_verdict
     from ridgeline.doctor.verdict import judge

@@ -244,7 +244,6 @@ def _changed(machine: Machine, changes: list[str]) -> Machine:
 
 def _explain(text: str, model: Model, machine: Machine, devices: int, batch: int) -> None:
     from ridgeline.layout import Layout, require_layout
-    from ridgeline.plan.beside import assumptions
     from ridgeline.plan.kinds import kind_of
     from ridgeline.plan.predict import predict
     from ridgeline.plan.search import Planned
@@ -267,7 +266,7 @@ def _explain(text: str, model: Model, machine: Machine, devices: int, batch: int
             f"{most} layers of {model.name}; use pp={most} or less"
         )
     job = kind.arrange(model, machine, layout, batch, RIDGELINE)
-    for line in assumptions(job):
+    for line in kind.assumptions(job):
         typer.echo(line)
     predicted = predict(job)
     for line in explain(Planned(layout, job, predicted.time, predicted.memory)):

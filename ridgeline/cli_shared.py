@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ridgeline.config import RunConfig
     from ridgeline.plan.auto import Chosen
     from ridgeline.plan.machine import Machine
+    from ridgeline.plan.recipe import Trace
     from ridgeline.rundir import RunDir
 
 
@@ -58,17 +59,27 @@ def choose_for_ranks(
     if read_auto(config.layout) is None and not config.plan.machine and plan is None:
         return Chosen(config, None)
     place = Place(num_ranks, per_node, num_cores(), _gpu_name(config.device))
-    chosen = choose_layout(config, place, plan)
+    chosen = choose_layout(config, place, plan, tracer())
     for line in chosen.lines:
         typer.echo(line)
     return chosen
 
 
+def tracer() -> Trace | None:
+    """What makes facts of a model that the planner has no sizes of; None where there is no torch."""
+    if not has_torch():
+        return None
+    from ridgeline.train.traced import trace_recipe
+
+    return trace_recipe
+
+
 def machine_here(config: RunConfig, named: str | None, per_node: int | None) -> Machine:
     """The machine that is named, or the one that the device of this host is of; one rank has it all to
     itself, as it would in the job."""
-    from ridgeline.plan.auto import Place, find_machine, load_named, profile_of
+    from ridgeline.plan.auto import Place, find_machine, load_named
     from ridgeline.plan.machine import load_machine
+    from ridgeline.plan.own_machine import profile_of
 
     if named is not None:
         machine = load_named(named, "--machine")

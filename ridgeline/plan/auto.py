@@ -20,8 +20,9 @@ from ridgeline.config import RunConfig
 from ridgeline.errors import UsageError
 from ridgeline.layout import AUTO, Layout, read_auto
 from ridgeline.plan.machine import Machine, load_machine
-from ridgeline.plan.measured import PROFILES, load_measured
-from ridgeline.plan.recipe import plan_recipe, predict_recipe
+from ridgeline.plan.measured import load_measured
+from ridgeline.plan.own_machine import PROFILES, profile_of
+from ridgeline.plan.recipe import Trace, plan_recipe, predict_recipe
 from ridgeline.plan.search import Found, Planned
 from ridgeline.plan.show import TIME_PARTS
 
@@ -54,13 +55,18 @@ class Place:
     """Of the GPU that is seen here; None where ranks compute on the CPU."""
 
 
-def choose_layout(config: RunConfig, place: Place, before: Mapping[str, Any] | None) -> Chosen:
+def choose_layout(
+    config: RunConfig,
+    place: Place,
+    before: Mapping[str, Any] | None,
+    trace: Trace | None = None,
+) -> Chosen:
     """The configuration that ranks are started with; `before` is `plan.json` of a run that goes on."""
     asked = config.layout if read_auto(config.layout) is not None else ""
     lines: list[str] = []
     if not asked and _was_chosen(config, before) and before is not None:
         if before["num_devices"] == place.num_ranks:
-            return Chosen(config, _kept(config, before, place))
+            return Chosen(config, _kept(config, before, place, trace))
         asked = str(before["asked"])
         lines.append(
             f"the layout {before['layout']} was chosen for {before['num_devices']} ranks and there are "
@@ -68,7 +74,7 @@ def choose_layout(config: RunConfig, place: Place, before: Mapping[str, Any] | N
         )
     if not asked:
         said = config.plan.machine or (before is not None and before.get("predicted"))
-        return Chosen(config, _predicted(config, place) if said else None)
+        return Chosen(config, _predicted(config, place, trace) if said else None)
     config = dataclasses.replace(config, layout=asked)
     if config.plan.machine:
         load_named(
@@ -76,7 +82,7 @@ def choose_layout(config: RunConfig, place: Place, before: Mapping[str, Any] | N
         )  # a slip of the pen is no reason to fall back
     try:
         machine, origin = find_machine(config, place)
-        found = plan_recipe(config, machine, place.num_ranks)
+        found = plan_recipe(config, machine, place.num_ranks, trace=trace)
         best = _runnable(found, config)
     except UsageError as error:
         return _plain(config, place, str(error), lines)
@@ -102,21 +108,23 @@ def _was_chosen(config: RunConfig, before: Mapping[str, Any] | None) -> bool:
     return before is not None and "asked" in before and before.get("layout") == config.layout
 
 
-def _kept(config: RunConfig, before: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def _kept(
+    config: RunConfig, before: Mapping[str, Any], place: Place, trace: Trace | None
+) -> dict[str, Any]:
     """The prediction of before, made anew where the batch is another."""
     if before.get("batch") == config.train.batch or not before.get("predicted"):
         return dict(before)
-    return {**before, **(_predicted(config, place) or {"predicted": None})}
+    return {**before, **(_predicted(config, place, trace) or {"predicted": None})}
 
 
-def _predicted(config: RunConfig, place: Place) -> dict[str, Any] | None:
+def _predicted(config: RunConfig, place: Place, trace: Trace | None) -> dict[str, Any] | None:
     """What the planner says of a layout that was not its choice; None where it has nothing to say."""
     if config.plan.machine:
         load_named(config.plan.machine, "plan.machine")
     try:
         machine, origin = find_machine(config, place)
         layout = Layout.parse_for(config.layout, place.num_ranks, "layout")
-        return _record(config, predict_recipe(config, machine, layout), place, origin)
+        return _record(config, predict_recipe(config, machine, layout, trace), place, origin)
     except UsageError:
         return None
 
@@ -240,12 +248,6 @@ def load_named(text: str, place: str) -> Machine:
         return load_machine(text)
     except UsageError as error:
         raise UsageError(str(error).replace("--machine", place)) from error
-
-
-def profile_of(device_name: str) -> str | None:
-    """The longest word that stands in the name decides: GB200 is none of H200's."""
-    known = [words for words in PROFILES if words in device_name]
-    return PROFILES[max(known, key=len)] if known else None
 
 
 def cpu_machine(num_cores: int, per_node: int) -> Machine:

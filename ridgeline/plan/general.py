@@ -168,6 +168,11 @@ def check_module(model: ModuleFacts, layout: Layout) -> None:
             f"cp={layout.cp} of {layout}: a traced module is planned at the length it was traced with; "
             "use cp=1"
         )
+    for name, usual in (("offload", "none"), ("compress", "none"), ("sync", "every")):
+        if (said := getattr(layout, name)) != usual:
+            raise UsageError(
+                f"{name}={said} of {layout} is planned for models by their sizes only; leave it out"
+            )
     if layout.spatial != (1, 1) and not any(block.halos for block in model.blocks):
         raise UsageError(
             f"spatial of {layout} is not for {model.name}: it has no convolutions over an image; leave "

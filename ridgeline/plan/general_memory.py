@@ -41,7 +41,7 @@ def _kept_each(job: ModuleJob, block: Block) -> float:
     return kept - job.bytes(block.costs[job.mode].casts)
 
 
-def stage_memory(job: ModuleJob, rank: int) -> StepMemory:
+def module_stage_memory(job: ModuleJob, rank: int) -> StepMemory:
     """Memory of one stage's rank."""
     blocks = job.blocks_of(rank)
     count, trained = parameters_of(job, rank), trainable_of(job, rank)
@@ -147,4 +147,4 @@ def _stretch(job: ModuleJob, block: Block) -> int:
 def module_memory(job: ModuleJob) -> StepMemory:
     """Of the stage that needs most."""
     ranks = range(job.pp) if job.pp <= 4 else (0, 1, job.pp // 2, job.pp - 1)
-    return max((stage_memory(job, rank) for rank in ranks), key=lambda m: m.allocated)
+    return max((module_stage_memory(job, rank) for rank in ranks), key=lambda m: m.allocated)

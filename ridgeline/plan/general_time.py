@@ -6,6 +6,7 @@ come from the module's facts. Called through `kinds.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from ridgeline.plan.general import ModuleJob, again_of, cost_of
@@ -14,7 +15,7 @@ from ridgeline.plan.layer import Cost
 from ridgeline.plan.module import Block, ModuleFacts
 from ridgeline.plan.network import Group, collective_s, group_of, point_to_point_s
 from ridgeline.plan.schedule import play
-from ridgeline.plan.time import StepTime
+from ridgeline.plan.time import PIECES, StepTime
 
 Stage = tuple[list[Cost], list[Cost]]
 """Forward and backward of a microbatch, chunk by chunk."""
@@ -114,6 +115,20 @@ def module_time(job: ModuleJob) -> StepTime:
         optimizer=max(_optimizer_s(job, rank) for rank in range(job.pp)),
         other=job.machine.step_s,
     )
+
+
+def module_alone_s(job: ModuleJob, rank: int) -> float:
+    """A step of one rank that waits for nobody and sends nothing; in place of gathering weights it copies
+    them in small pieces, twice a microbatch."""
+    host_s = job.machine.device.host_kernel_s * job.software.host_share
+    forward, backward = _stage(job, rank)
+    work = sum(
+        replace(cost, communication=0.0).seconds(host_s, job.software.sharpness)
+        for cost in (*forward, *backward)
+    )
+    if job.zero == 3:
+        work += moved_s(job.machine.device, 2 * 4.0 * parameters_of(job, rank) * PIECES, 0)
+    return job.microbatches * work + _optimizer_s(job, rank) + job.machine.step_s
 
 
 def module_bound_s(job: ModuleJob) -> float:

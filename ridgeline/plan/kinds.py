@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ridgeline.layout import Layout
+from ridgeline.plan.beside import assumptions
 from ridgeline.plan.general import ModuleJob, module_job
-from ridgeline.plan.general_memory import module_memory
+from ridgeline.plan.general_memory import module_memory, module_stage_memory
 from ridgeline.plan.general_time import (
+    module_alone_s,
     module_bound_s,
     module_flops,
     module_least_bytes,
@@ -22,10 +24,16 @@ from ridgeline.plan.general_time import (
 )
 from ridgeline.plan.job import Job, job_from_layout
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.memory import StepMemory, predict_memory
+from ridgeline.plan.memory import StepMemory, predict_memory, stage_memory
 from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.software import Software
-from ridgeline.plan.time import StepTime, lower_bound_s, parameters_of, predict_time
+from ridgeline.plan.time import (
+    StepTime,
+    lower_bound_s,
+    parameters_of,
+    predict_time,
+    rank_alone_s,
+)
 from ridgeline.plan.transformer import Transformer
 
 Model = Transformer | ModuleFacts
@@ -60,6 +68,12 @@ class Kind:
     flops: Callable[[Any], float]
     """The model's own, of a step, attention counted causally."""
     choices: Callable[[Any, Machine], Choices]
+    stage_memory: Callable[[Any, int], StepMemory]
+    """Of a rank in one place of the pipeline."""
+    alone_s: Callable[[Any, int], float]
+    """A step of one such rank that waits for nobody and sends nothing."""
+    assumptions: Callable[[Any], list[str]] = lambda job: []
+    """What was not known of the machine and had to be assumed, as sentences."""
 
 
 def divisors(number: int) -> list[int]:
@@ -108,11 +122,11 @@ def _least_bytes(job: Job) -> float:
 KINDS: Final[dict[type, Kind]] = {
     Transformer: Kind(
         job_from_layout, predict_memory, predict_time, lower_bound_s, _least_bytes,
-        _transformer_flops, _transformer_choices,
+        _transformer_flops, _transformer_choices, stage_memory, rank_alone_s, assumptions,
     ),
     ModuleFacts: Kind(
         module_job, module_memory, module_time, module_bound_s, module_least_bytes, module_flops,
-        _module_choices,
+        _module_choices, module_stage_memory, module_alone_s,
     ),
 }  # fmt: skip
 

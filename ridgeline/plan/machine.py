@@ -92,16 +92,12 @@ class Machine:
     step waits for the slowest of them."""
     price_per_device_hour: float = 0.0
     storage_bandwidth: float = 0.0
-    """Bytes a second that a node reads from storage; 0: not known."""
+    """Bytes a second that a node reads from storage; 0: not known, and nothing waits for it."""
     host_link_bandwidth: float = 0.0
-    """Bytes a second between a device and its host; 0: not known."""
+    """Bytes a second and direction between a device and its host; 0: not known."""
     tables: tuple[Table, ...] = ()
     """Collectives as they were measured, which count before the links."""
     source: dict[str, str] = field(default_factory=dict)
-    storage_bandwidth: float = 0.0
-    """Bytes a second that one node reads from storage; 0: unknown, and nothing waits for it."""
-    host_link_bandwidth: float = 0.0
-    """Bytes a second and direction between a device and its host; 0: unknown."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.devices_per_node))

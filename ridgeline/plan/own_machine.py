@@ -42,7 +42,8 @@ def is_machine_file(content: Any) -> bool:
 
 def profile_of(device_name: str) -> str | None:
     """The shipped profile of a device by its own name; None where there is none."""
-    return next((PROFILES[words] for words in PROFILES if words in device_name), None)
+    known = [words for words in PROFILES if words in device_name]
+    return PROFILES[max(known, key=len)] if known else None
 
 
 def machine_from_file(content: Mapping[str, Any], fit: Fit) -> Machine:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ridgeline.plan.auto import profile_of
 from ridgeline.plan.machine import load_machine
+from ridgeline.plan.own_machine import profile_of
 from ridgeline.plan.recipe import predict_alone_s, predict_stage
 from ridgeline.plan.show import table
 from ridgeline.scaling.measured import RankMeasured

@@ -25,6 +25,7 @@ from ridgeline.plan.recipe import predict_recipe
 from ridgeline.plan.schedule import play
 from ridgeline.plan.search import Planned
 from ridgeline.scaling.measured import RankMeasured, Traffic
+from ridgeline.train.traced import trace_recipe
 
 PARTS: Final = {
     "tensor": "tensor-parallel communication",
@@ -105,7 +106,7 @@ def simulate(config: RunConfig, asked: Asked) -> Simulated:
         parts = _with_schedule(parts, inside)
     predicted, why_not = None, ""
     try:
-        predicted = predict_recipe(config, asked.machine, layout)
+        predicted = predict_recipe(config, asked.machine, layout, trace_recipe)
     except UsageError as error:
         why_not = str(error)
     shown = max(ranks, key=lambda m: m.peak_bytes)

@@ -55,6 +55,7 @@ from ridgeline.train.signals import Requests, listening
 from ridgeline.train.step import StepResult
 from ridgeline.train.tasks import Task
 from ridgeline.train.trace import StepTrace
+from ridgeline.train.traced import trace_recipe
 
 
 @dataclass(frozen=True)
@@ -407,7 +408,7 @@ def _choose(config: RunConfig, env: RankEnv) -> tuple[RunConfig, dict[str, Any] 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     cores = psutil.cpu_count() or 1  # of the host: ranks may be held to different numbers of them
     place = Place(env.world_size, env.local_world_size, cores, name)
-    chosen = choose_layout(config, place, None)
+    chosen = choose_layout(config, place, None, trace_recipe)
     if env.rank == 0:
         for line in chosen.lines:
             print(line, flush=True)

@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ridgeline.cli import app
-from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
+from ridgeline.config import PlanConfig, RunConfig, dump_config, find_recipe, load_config
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout, check_layout, override_text, read_auto
-from ridgeline.plan.auto import Place, choose_layout, cpu_machine, find_machine, profile_of
+from ridgeline.plan.auto import Place, choose_layout, cpu_machine, find_machine
 from ridgeline.plan.kept import compare_run
+from ridgeline.plan.own_machine import profile_of
 from ridgeline.plan.recipe import plan_recipe, predict_recipe
 from ridgeline.rundir import CONFIG, LAYOUT, PLAN, RunDir
 
@@ -82,7 +83,7 @@ def test_nodes_are_as_large_as_the_ranks_on_them() -> None:
 @pytest.mark.parametrize(
     ("config", "place", "reason"),
     [
-        (recipe("layout=auto", name="digits"), Place(4, 4, 8, None), "model.name="),
+        (recipe("layout=auto", name="digits"), Place(4, 4, 8, None), "which needs torch"),
         (recipe("layout=auto"), Place(4, 4, 8, "NVIDIA L4"), "NVIDIA L4 has no profile"),
         (recipe("layout=auto", "device=cuda"), Place(4, 4, 8, None), "plan.machine=h200"),
         (recipe("layout=auto", "train.batch=6"), Place(5, 5, 8, None), "none divides a batch of 6"),
@@ -99,6 +100,21 @@ def test_what_cannot_be_planned_is_plain_replicas_and_says_why(
     assert len(chosen.lines) == 1
     assert "unplanned, because" in chosen.lines[0]
     assert reason in chosen.lines[0]
+
+
+def test_a_model_without_sizes_is_traced() -> None:
+    from ridgeline.train.traced import trace_recipe
+
+    config = recipe("layout=auto,precision=bf16", "train.batch=512", name="resnet50-synthetic")
+    chosen = choose_layout(config, H200, None, trace_recipe)
+    assert chosen.plan is not None
+    assert chosen.plan["predicted"]["step_s"] > 0
+    assert Layout.parse(chosen.config.layout).world_size == 8
+    # The same layout by hand has the same prediction, through `plan.machine`.
+    by_hand = dataclasses.replace(chosen.config, plan=PlanConfig(machine="h200"))
+    kept = choose_layout(by_hand, H200, None, trace_recipe).plan
+    assert kept is not None
+    assert kept["predicted"] == chosen.plan["predicted"]
 
 
 def test_where_nothing_fits_the_smallest_is_tried() -> None:

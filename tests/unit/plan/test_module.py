@@ -16,7 +16,7 @@ from ridgeline.cli import app
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.plan.general import ModuleJob, cost_of, module_job
-from ridgeline.plan.general_memory import module_memory, stage_memory
+from ridgeline.plan.general_memory import module_memory, module_stage_memory
 from ridgeline.plan.general_time import module_bound_s, module_time, sent_bytes
 from ridgeline.plan.job import job_from_layout
 from ridgeline.plan.kinds import kind_of
@@ -125,7 +125,7 @@ def test_memory_of_measured_runs(llama: ModuleFacts) -> None:
         layout = Layout.parse(run["layout"], "test")
         parts = layout.microbatches if layout.pp > 1 else layout.accumulate
         job = module_job(llama, H200, layout, run["samples"] * layout.dp * parts)
-        peak = stage_memory(job, run["rank"]).allocated
+        peak = module_stage_memory(job, run["rank"]).allocated
         assert peak == pytest.approx(run["peak_step_bytes"], rel=0.02), run["layout"]
         checked += 1
     assert checked >= 7
@@ -193,7 +193,10 @@ def test_parts_sum_up_and_are_not_negative(resnet: ModuleFacts, llama: ModuleFac
 
 def test_what_shares_out_shares_out(resnet: ModuleFacts) -> None:
     count = resnet.num_parameters
-    held = [stage_memory(job_of(resnet, f"dp=8,zero={z},precision=bf16", 64), 0) for z in range(4)]
+    held = [
+        module_stage_memory(job_of(resnet, f"dp=8,zero={z},precision=bf16", 64), 0)
+        for z in range(4)
+    ]
     state = [m.weights + m.gradients + m.optimizer for m in held]
     assert state[0] == pytest.approx(8 * count)  # momentum, and gradients come and go
     assert state[1] == pytest.approx(count * (2 + 2 + 8 / 8))
