@@ -200,7 +200,8 @@ def enough_bytes(timings: Sequence[Timing], share: float = TOP_SHARE) -> float |
 
 def bucket_mb(facts: NetworkFacts) -> float | None:
     """What `ddp.bucket_mb` should be for all ranks as replicas: `enough_bytes`, rounded up to half a
-    digit (4, 4.5, 5, ..., 10, 15, 20). Larger ones reduce no faster, and the last of a backward is waited for longer."""
+    digit (4, 4.5, 5, ..., 10, 15, 20). Larger ones reduce no faster, and the last of a backward is waited
+    for longer."""
     enough = enough_bytes(facts.of(ALL_REDUCE, ALL))
     if enough is None:
         return None
