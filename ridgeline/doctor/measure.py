@@ -7,6 +7,7 @@ nobody's; a training that is somebody's (`measure_training`) gets its state back
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -209,7 +210,9 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
     scale = parts["compute_s"] / max(sum(c.seconds for c in taken.classes.values()) / count, 1e-12)
     cuda = device.type == "cuda"
     names = names_by_shape(facts.model.named_parameters()) if facts.model is not None else {}
-    missed, odd, odd_s = _products(taken, names, facts.vocabulary, cuda, count / scale)
+    # Nothing is left for kernels where every op is shorter than what one costs before it computes.
+    per_step = count / scale if scale else math.inf
+    missed, odd, odd_s = _products(taken, names, facts.vocabulary, cuda, per_step)
     longest = max(taken.products, key=lambda key: taken.products[key], default=None)
     window_s = taken.window_s / count
     allocations = look_at_memory(watched.memory_trace)

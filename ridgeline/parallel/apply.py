@@ -267,8 +267,10 @@ def _compile(built: Arranged) -> None:
         # What is between the blocks stops and sends, or gathers weights; the blocks do the work. Blocks
         # of one class are also compiled once for all of them, which starts sooner.
         blocks = [b for module in built.parts for b in built.blocks_of(module).values()]
+        from ridgeline.parallel.tuned import compile_module
+
         for block in blocks or built.parts:
-            block.compile(dynamic=False, mode=mode)
+            compile_module(block, dynamic=False, mode=mode)
         if (
             regional
             and built.staged is None

@@ -35,6 +35,19 @@ def prefer_attention(name: str) -> None:
     torch._C._set_sdp_priority_order([int(backend) for backend in (first, *rest)])
 
 
+def compile_module(module: nn.Module, **options: Any) -> None:
+    """`module.compile`, which silently does nothing for classes of torch's own: its tracer passes over
+    their files. From a function of ours it goes into them."""
+    if not type(module).__module__.startswith("torch.nn"):
+        module.compile(**options)
+        return
+
+    def call(*args: Any, **given: Any) -> Any:
+        return module._call_impl(*args, **given)
+
+    module._compiled_call_impl = torch.compile(call, **options)  # type: ignore[assignment]
+
+
 class PaddedLinear(nn.Linear):
     """A linear layer that is computed with more inputs and outputs than it has.
 

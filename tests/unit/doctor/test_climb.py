@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from ridgeline.config import load_config
 from ridgeline.doctor.climb import Effort, change_config, climb, difference, judge_losses
 from ridgeline.doctor.ladder import Ladder, Rung, draw_ladder, show_ladder
+from ridgeline.doctor.measured import Measured, Stall
 from ridgeline.doctor.remedies.contract import Parts, Remedy, amdahl
 from ridgeline.doctor.remedies.table import REMEDIES
 from ridgeline.errors import UsageError
@@ -158,6 +160,39 @@ def test_remedies_apply_where_they_can() -> None:
     assert not {"bf16", "tf32", "compile"} & set(on_cpu)
 
 
+def test_new_remedies_know_their_place() -> None:
+    old = dataclasses.replace(GPU, has_bf16=False)
+    assert "fp16" in applying(old)
+    assert "bf16" not in applying(old)
+    assert "fp16" not in applying(GPU)
+    assert "fused norms and rotary" in applying(GPU)
+    assert "fused norms and rotary" not in applying(GPU, "layout=compile=true")
+    assert "fp8 tensor scales" in applying(GPU, "layout=precision=fp8")
+    assert "fp8 tensor scales" not in applying(
+        GPU, "layout=precision=fp8", "tune.fp8_scaling=tensor"
+    )
+    assert "stochastic rounding" in applying(GPU, "layout=precision=bf16", "tune.weights=bf16")
+    assert "stochastic rounding" not in applying(GPU, "layout=precision=bf16")
+    image = ["model.name=resnet18", "model.args={}"]
+    assert "convolution search" not in applying(GPU, *image)
+    assert "convolution search" in applying(GPU, *image, "tune.search_convolutions=false")
+    assert "folded norms" in applying(GPU, *image)
+
+
+def test_synchronisations_are_named_by_file_and_line() -> None:
+    stalls = (
+        Stall("train.py:12 (main)", 0.2, 1.0, "aten::item", "loss.item()"),
+        Stall("train.py:20 (main)", 0.3, 1.0, "Python", "slow()"),
+        Stall("train.py:30 (main)", 0.001, 1.0, "aten::item", "x.item()"),
+    )
+    measured = Measured("recipe a", "cuda", "a GPU", 1.0, stalls=stalls)
+    config = load_config(None, LLAMA).config
+    reason = REMEDIES["host synchronisations"].applies(measured, config)
+    assert reason == "the host waits for the device at train.py:12 (main): `loss.item()`"
+    on_cpu = dataclasses.replace(measured, device_kind="cpu")
+    assert REMEDIES["host synchronisations"].applies(on_cpu, config) is None
+
+
 def test_predictions_are_amdahls() -> None:
     assert amdahl(GPU, 0.5) == 2.0
     assert amdahl(GPU, 5.0) == pytest.approx(20.0)  # never without end
@@ -181,6 +216,7 @@ def test_every_remedy_changes_something_or_says_what_to_do(name: str) -> None:
         "less accumulation": ["layout.accumulate=4"],
         "no recompute": ["layout.recompute=full"],
         "augment on the device": ["data.augment.where=host"],
+        "convolution search": ["tune.search_convolutions=false"],
     }
     before = load_config(None, [*LLAMA, *needs.get(name, [])]).config
     assert change_config(before, tuple(remedy.change(before))) != before

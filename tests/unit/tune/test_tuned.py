@@ -19,7 +19,12 @@ from ridgeline.optim.master import build_master_adamw
 from ridgeline.optim.update import build_update
 from ridgeline.parallel.linear_loss import DeferredLinear, linear_cross_entropy
 from ridgeline.parallel.mesh import close_mesh
-from ridgeline.parallel.tuned import PaddedLinear, apply_padding, prefer_attention
+from ridgeline.parallel.tuned import (
+    PaddedLinear,
+    apply_padding,
+    compile_module,
+    prefer_attention,
+)
 from ridgeline.train.chunked import choose_loss
 from ridgeline.train.setup import build_training
 from ridgeline.train.tasks import TASKS
@@ -200,3 +205,21 @@ def test_attention_back_ends_are_tried_in_order() -> None:
         assert len(set(order)) >= 4  # the others stay, for what the first refuses
     finally:
         torch._C._set_sdp_priority_order(before)
+
+
+def test_blocks_of_torchs_own_classes_are_really_compiled() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    blocks = nn.ModuleList(
+        nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in "abc"
+    )
+    x = torch.randn(2, 4, 16)
+    true = [block(x) for block in blocks]
+    for block in blocks:
+        compile_module(block, dynamic=False, backend="aot_eager")
+    for block, wanted in zip(blocks, true, strict=True):
+        assert torch.allclose(block(x), wanted, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert copy.deepcopy(blocks[0])(x).shape == x.shape
