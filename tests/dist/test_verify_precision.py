@@ -110,8 +110,12 @@ def _metrics_of_one_rank() -> None:
 
 def _scales_of_half_a_row() -> None:
     """Values above the largest of the first half are cut off."""
-    right = float8.largest
-    float8.largest = lambda values, rows: right(values[:, : values.shape[1] // 2], rows)
+    right = float8.find_largest
+
+    def find(values: Tensor, rows: bool, route: str) -> Tensor:
+        return right(values[:, : values.shape[1] // 2], rows, route)
+
+    float8.find_largest = find  # type: ignore[attr-defined]
 
 
 MISTAKES = {
