@@ -192,7 +192,7 @@ def test_scale_what_if_and_writing(tmp_path: Path) -> None:
         (["1.3b", "--machine", "h200", "--scale", "4"], "no range"),
         (["1.3b", "--machine", "h200", "--explain", "dp=8,zero=1,compress=bf16"], "do not compose"),
         (["llama3-405b", "--machine", "perlmutter", "--batch", "4"], "no layout"),
-        (["resnet50-synthetic", "--machine", "h200"], "has no sizes"),
+        (["resnet50-synthetic", "--machine", "h200", "--seq", "9"], "planned from a trace"),
     ],
 )
 def test_refusals(args: list[str], words: str) -> None:
