@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,6 +99,13 @@ def best(
             "--input", help="One sample's shape for package.module:factory, as 3x224x224."
         ),
     ] = None,
+    sample_bytes: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Of one sample in storage: the step waits for the machine's storage_bandwidth.",
+        ),
+    ] = 0.0,
 ) -> None:
     """The best layouts of a model on a machine."""
     from ridgeline.plan.machine import load_machine
@@ -120,16 +128,15 @@ def best(
     batch = batch or own_batch
     devices = nodes * place.devices_per_node
     if explain is not None:
-        _explain(explain, sizes, place, devices, batch)
+        _explain(explain, sizes, place, devices, batch, sample_bytes)
         return
     if scale is not None:
-        _scale(scale, sizes, place, batch, precision, picture)
+        _scale(scale, sizes, place, batch, precision, picture, sample_bytes)
         return
     if picture is not None:
         raise UsageError("--picture draws the curves of --scale; give that too, as in 1..64")
-    found = search(
-        sizes, place, devices, batch, precision, top, "memory" if by == "memory" else "time"
-    )
+    order = "memory" if by == "memory" else "time"
+    found = search(sizes, place, devices, batch, precision, top, order, sample_bytes=sample_bytes)
     if not found.best:
         raise RunError(_nothing(sizes.name, batch, devices, place.name, found))
     for line in show_best(found, tokens):
@@ -242,7 +249,9 @@ def _changed(machine: Machine, changes: list[str]) -> Machine:
     return machine
 
 
-def _explain(text: str, model: Model, machine: Machine, devices: int, batch: int) -> None:
+def _explain(
+    text: str, model: Model, machine: Machine, devices: int, batch: int, sample_bytes: float
+) -> None:
     from ridgeline.layout import Layout, require_layout
     from ridgeline.plan.kinds import kind_of
     from ridgeline.plan.predict import predict
@@ -265,7 +274,7 @@ def _explain(text: str, model: Model, machine: Machine, devices: int, batch: int
             f"{layout.pp * layout.virtual} stages of {text!r} in --explain are more than the "
             f"{most} layers of {model.name}; use pp={most} or less"
         )
-    job = kind.arrange(model, machine, layout, batch, RIDGELINE)
+    job = replace(kind.arrange(model, machine, layout, batch, RIDGELINE), sample_bytes=sample_bytes)
     for line in kind.assumptions(job):
         typer.echo(line)
     predicted = predict(job)
@@ -280,6 +289,7 @@ def _scale(
     batch: int,
     precision: str,
     picture: Path | None = None,
+    sample_bytes: float = 0.0,
 ) -> None:
     from ridgeline.plan.search import scale
     from ridgeline.plan.show import show_scale
@@ -291,7 +301,10 @@ def _scale(
     while count <= int(last):
         nodes.append(count)
         count *= 2
-    curves = {weak: scale(model, machine, nodes, batch, precision, weak) for weak in (True, False)}
+    curves = {
+        weak: scale(model, machine, nodes, batch, precision, weak, sample_bytes=sample_bytes)
+        for weak in (True, False)
+    }
     for weak, rows in curves.items():
         for line in show_scale(rows, weak):
             typer.echo(line)

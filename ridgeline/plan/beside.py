@@ -4,22 +4,20 @@ gradients than there are.
 `offload` trades device memory for traffic over the host's link and an optimizer that runs at the speed of
 the host's memory; a loader may be slower than the devices; `compress` and `sync=local:k` send less. Sizes
 follow what `parallel/offload.py`, `zero.py`, `fsdp.py`, `compress.py` and `localsync.py` do. Called by
-`time.py` and `memory.py`; a search asks `with_offload` for more layouts where `needs_offload` says so.
+`time.py` and `memory.py`; a search that finds nothing that fits tries `with_offload`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Final
 
 from ridgeline.layout import Layout, check_available, check_layout
-from ridgeline.plan.job import Job, job_from_layout
+from ridgeline.plan.job import Job, Placed
 from ridgeline.plan.kernels import element_bytes, moved_s
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import collective_s
 from ridgeline.plan.own import is_half, own_activations
-from ridgeline.plan.software import RIDGELINE, Software
 from ridgeline.plan.transformer import Transformer
 
 ASSUMED_LINK: Final = 25e9
@@ -99,7 +97,7 @@ def host_bytes(job: Job, count: float, layers: int, in_flight: int) -> float:
     return 0.0
 
 
-def loader_s(job: Job) -> float:
+def loader_s(job: Placed) -> float:
     """Seconds that reading a step's samples takes, every node its share; 0 where that is not known."""
     bandwidth = job.machine.storage_bandwidth
     if not job.sample_bytes or not bandwidth:
@@ -162,17 +160,3 @@ def with_offload(layout: Layout) -> list[Layout]:
     words = ("params",) if layout.zero == 3 else ("optimizer",)
     found = [dataclasses.replace(layout, offload=word) for word in words]
     return [other for other in found if not check_layout(other) and not check_available(other)]
-
-
-def needs_offload(
-    model: Transformer, machine: Machine, layouts: Iterable[Layout], batch: int,
-    software: Software = RIDGELINE,
-) -> bool:  # fmt: skip
-    """Whether none of the layouts fits the device as it is; only then is the host worth its price."""
-    from ridgeline.plan.memory import fits, predict_memory
-
-    for layout in layouts:
-        job = job_from_layout(model, machine, layout, batch, software)
-        if fits(job, predict_memory(job)):
-            return False
-    return True

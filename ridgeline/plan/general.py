@@ -63,6 +63,8 @@ class ModuleJob(Placed):
     recompute: str = "none"
     precision: str = "bf16"
     group: int = 0
+    sample_bytes: float = 0.0
+    """Of one sample in storage; 0: nothing is read."""
 
     @property
     def unit(self) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from ridgeline.plan.beside import loader_s
 from ridgeline.plan.general import ModuleJob, again_of, cost_of
 from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost
 from ridgeline.plan.module import Block, ModuleFacts
 from ridgeline.plan.network import Group, collective_s, group_of, point_to_point_s
 from ridgeline.plan.schedule import play
-from ridgeline.plan.time import PIECES, StepTime
+from ridgeline.plan.time import PIECES, StepTime, slowest_of
 
 Stage = tuple[list[Cost], list[Cost]]
 """Forward and backward of a microbatch, chunk by chunk."""
@@ -103,7 +104,7 @@ def module_time(job: ModuleJob) -> StepTime:
         total += cost
     total = total.times(job.microbatches)
     busy = sums[busiest] * job.microbatches
-    return StepTime(
+    time = StepTime(
         products=total.products,
         attention=total.attention,
         elementwise=total.elementwise,
@@ -114,7 +115,9 @@ def module_time(job: ModuleJob) -> StepTime:
         gradients=max(_gradients_s(job, rank, sum(backward[rank])) for rank in range(job.pp)),
         optimizer=max(_optimizer_s(job, rank) for rank in range(job.pp)),
         other=job.machine.step_s,
+        stragglers=slowest_of(job.devices) * job.machine.skew * total.computing_s,
     )
+    return replace(time, storage=max(0.0, loader_s(job) - time.seconds))
 
 
 def module_alone_s(job: ModuleJob, rank: int) -> float:

@@ -29,6 +29,7 @@ class Placed:
     shard: int
     samples: int
     microbatches: int
+    sample_bytes: float
     spatial: tuple[int, int] = (1, 1)
     """Tiles of an image; only modules that were traced have them."""
 

@@ -36,6 +36,9 @@ from ridgeline.plan.time import (
 )
 from ridgeline.plan.transformer import Transformer
 
+LEAST_PIECE: Final = 1024
+"""Tokens of a sequence that a rank of context parallelism has at least: with fewer it waits for others."""
+
 Model = Transformer | ModuleFacts
 AnyJob = Job | ModuleJob
 
@@ -72,6 +75,8 @@ class Kind:
     """Of a rank in one place of the pipeline."""
     alone_s: Callable[[Any, int], float]
     """A step of one such rank that waits for nobody and sends nothing."""
+    offloads: bool = False
+    """Whether `offload` is known of it."""
     assumptions: Callable[[Any], list[str]] = lambda job: []
     """What was not known of the machine and had to be assumed, as sentences."""
 
@@ -83,7 +88,7 @@ def divisors(number: int) -> list[int]:
 def _transformer_choices(model: Transformer, machine: Machine) -> Choices:
     return Choices(
         tuple(t for t in divisors(machine.devices_per_node) if model.heads % t == 0),
-        tuple(c for c in (1, 2, 4, 8) if model.seq // c >= 4096 or c == 1),
+        tuple(c for c in (1, 2, 4, 8, 16) if c == 1 or model.seq // c >= LEAST_PIECE),
         model.layers,
     )
 
@@ -122,7 +127,8 @@ def _least_bytes(job: Job) -> float:
 KINDS: Final[dict[type, Kind]] = {
     Transformer: Kind(
         job_from_layout, predict_memory, predict_time, lower_bound_s, _least_bytes,
-        _transformer_flops, _transformer_choices, stage_memory, rank_alone_s, assumptions,
+        _transformer_flops, _transformer_choices, stage_memory, rank_alone_s,
+        offloads=True, assumptions=assumptions,
     ),
     ModuleFacts: Kind(
         module_job, module_memory, module_time, module_bound_s, module_least_bytes, module_flops,

@@ -95,6 +95,8 @@ class Machine:
     """Bytes a second that a node reads from storage; 0: not known, and nothing waits for it."""
     host_link_bandwidth: float = 0.0
     """Bytes a second and direction between a device and its host; 0: not known."""
+    host_memory_bytes: float = 0.0
+    """Of a node, for `offload`; 0: not known, and taken as what its devices have."""
     tables: tuple[Table, ...] = ()
     """Collectives as they were measured, which count before the links."""
     source: dict[str, str] = field(default_factory=dict)

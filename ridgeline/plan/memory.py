@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ridgeline.plan.beside import BLOCKS_HERE
+from ridgeline.plan.beside import BLOCKS_HERE, host_bytes
 from ridgeline.plan.job import Job, Placed
 from ridgeline.plan.kernels import element_bytes
+from ridgeline.plan.machine import Machine
 from ridgeline.plan.own import is_half, own_activations, own_logits
 from ridgeline.plan.schedule import play
 from ridgeline.plan.time import OWN, parameters_of
@@ -41,6 +42,8 @@ class StepMemory:
     """Held by the allocator and given to nobody."""
     context: float
     """The driver's, and the communication library's."""
+    host: float = 0.0
+    """Not on the device: what `offload` keeps on its host."""
 
     @property
     def held(self) -> float:
@@ -202,6 +205,7 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
         buffers=job.machine.device.workspace_bytes + 12e6 + received,
         rounding=0.5 * loss_back + 0.05 * (temporary - logits),
         context=job.machine.device.context_bytes + (1.5e9 if job.devices > 1 else 0.0),
+        host=host_bytes(job, count, layers, flight),
     )
 
 
@@ -278,4 +282,12 @@ def predict_memory(job: Job) -> StepMemory:
 
 def fits(job: Placed, memory: StepMemory, margin: float = 0.04) -> bool:
     """Whether a step runs, with a share of the device kept free for what is not foreseen."""
+    if memory.host > host_room(job.machine):
+        return False
     return memory.device <= (1.0 - margin) * job.machine.device.memory_bytes
+
+
+def host_room(machine: Machine) -> float:
+    """A device's share of what its host has, of which the system and the loader keep some."""
+    whole = machine.host_memory_bytes or machine.devices_per_node * machine.device.memory_bytes
+    return 0.9 * whole / machine.devices_per_node

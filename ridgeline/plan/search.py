@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.layout import Layout, check_available, check_layout
+from ridgeline.plan.beside import with_offload
 from ridgeline.plan.kinds import AnyJob, Choices, Model, divisors, kind_of
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.memory import StepMemory, fits
+from ridgeline.plan.memory import StepMemory, fits, host_room
 from ridgeline.plan.predict import predict, pressure
 from ridgeline.plan.software import RIDGELINE, Software
 from ridgeline.plan.time import StepTime
 
 ORDERS = ("time", "memory", "cost")
+Candidate = tuple[float, int, Layout, AnyJob, StepMemory]
+"""A bound of its time, its number, and what it is."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,7 @@ def _of_sizes(
 
 
 def _schedules(choices: Choices, pp: int, count: int) -> Iterator[tuple[str, int]]:
-    if count >= pp:
-        yield "1f1b", 1
+    yield ("1f1b" if count >= pp else "gpipe"), 1
     if count % pp == 0:
         for virtual in (2, 4, 8):
             if choices.most_stages >= pp * virtual:
@@ -151,27 +153,20 @@ def search(
     top: int = 10,
     by: str = "time",
     software: Software = RIDGELINE,
+    sample_bytes: float = 0.0,
 ) -> Found:
-    """The best layouts of a global batch on so many devices."""
+    """The best layouts of a global batch on so many devices. State goes to the host only where nothing
+    fits without: it is never the faster way."""
     kind = kind_of(model)
-    candidates: list[tuple[float, int, Layout, AnyJob, StepMemory]] = []
-    looked_at = too_large = 0
-    closest: tuple[Layout, float] | None = None
-    room = machine.device.memory_bytes
-    for layout, _samples in layouts(model, machine, devices, batch, precision):
-        looked_at += 1
-        job = kind.arrange(model, machine, layout, batch, software)
-        if kind.least_bytes(job) > room:
-            too_large += 1
-            continue
-        memory = kind.memory(job)
-        if not fits(job, memory):
-            too_large += 1
-            if closest is None or memory.device < closest[1]:
-                closest = (layout, memory.device)
-            continue
-        bound = kind.bound_s(job) * (1.0 + pressure(job, memory))
-        candidates.append((bound, looked_at, layout, job, memory))
+    plain = [layout for layout, _ in layouts(model, machine, devices, batch, precision)]
+    given = (model, machine, batch, software, sample_bytes)
+    candidates, too_large, closest = _that_fit(plain, *given)
+    looked_at = len(plain)
+    if not candidates and kind.offloads:
+        more = [other for layout in plain for other in with_offload(layout)]
+        candidates, still, nearer = _that_fit(more, *given)
+        looked_at, too_large = looked_at + len(more), too_large + still
+        closest = min((c for c in (closest, nearer) if c), key=lambda c: c[1], default=None)
     if by == "memory":
         chosen = heapq.nsmallest(top, candidates, key=lambda c: c[4].device)
         best = [Planned(c[2], c[3], predict(c[3], c[4]).time, c[4]) for c in chosen]
@@ -188,9 +183,42 @@ def search(
     return Found(found[:top], looked_at, too_large, played, closest if not found else None)
 
 
+def _that_fit(
+    tried: list[Layout],
+    model: Model,
+    machine: Machine,
+    batch: int,
+    software: Software,
+    sample_bytes: float,
+) -> tuple[list[Candidate], int, tuple[Layout, float] | None]:
+    """Those that the device has room for, with a bound of their time; how many it has not, and the one of
+    these that needs least."""
+    kind, room = kind_of(model), machine.device.memory_bytes
+    candidates: list[Candidate] = []
+    too_large = 0
+    closest: tuple[Layout, float] | None = None
+    for number, layout in enumerate(tried):
+        job = kind.arrange(model, machine, layout, batch, software)
+        if sample_bytes:
+            job = replace(job, sample_bytes=sample_bytes)
+        if layout.offload == "none" and kind.least_bytes(job) > room:
+            too_large += 1
+            continue
+        memory = kind.memory(job)
+        if not fits(job, memory):
+            too_large += 1
+            near = closest is None or memory.device < closest[1]
+            if near and memory.host <= host_room(machine):
+                closest = (layout, memory.device)
+            continue
+        bound = kind.bound_s(job) * (1.0 + pressure(job, memory))
+        candidates.append((bound, number, layout, job, memory))
+    return candidates, too_large, closest
+
+
 def scale(
     model: Model, machine: Machine, nodes: list[int], batch: int, precision: str, weak: bool,
-    software: Software = RIDGELINE,
+    software: Software = RIDGELINE, sample_bytes: float = 0.0,
 ) -> list[tuple[int, Planned | None]]:  # fmt: skip
     """The best layout on each number of nodes: of one batch (strong), or of a batch that grows with
     the nodes (weak)."""
@@ -198,7 +226,15 @@ def scale(
     for count in nodes:
         size = batch * count // nodes[0] if weak else batch
         found = search(
-            model, machine, count * machine.devices_per_node, size, precision, 1, "time", software
+            model,
+            machine,
+            count * machine.devices_per_node,
+            size,
+            precision,
+            1,
+            "time",
+            software,
+            sample_bytes,
         )
         rows.append((count, found.best[0] if found.best else None))
     return rows

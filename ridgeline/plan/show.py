@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ridgeline.plan.kinds import Model
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.memory import StepMemory, fits
+from ridgeline.plan.memory import StepMemory, fits, host_room
 from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.search import Found, Planned, search
 from ridgeline.plan.time import StepTime
@@ -83,6 +83,8 @@ def show_parts(time: StepTime, memory: StepMemory) -> list[str]:
         value = float(getattr(memory, name))
         if value > 0:
             lines.append(f"  {name:<34} {value / 1e9:9.3f} GB {100 * value / memory.device:5.1f} %")
+    if memory.host > 0:
+        lines.append(f"and {memory.host / 1e9:.2f} GB of the host's memory, a device")
     return lines
 
 
@@ -91,6 +93,11 @@ def why_not(planned: Planned) -> str:
     memory, device = planned.memory, planned.job.machine.device
     if fits(planned.job, memory):
         return ""
+    if memory.host > (room := host_room(planned.job.machine)):
+        return (
+            f"does not fit: {memory.host / 1e9:.1f} GB of the host's memory are needed a device, and "
+            f"there are {room / 1e9:.1f} (host_memory_bytes of the machine)"
+        )
     parts = {name: float(getattr(memory, name)) for name in MEMORY_PARTS}
     most = sorted(parts, key=lambda name: -parts[name])[:2]
     shown = " and ".join(f"{name} {parts[name] / 1e9:.1f} GB" for name in most)

@@ -15,14 +15,13 @@ from ridgeline.plan.beside import (
     assumptions,
     gradient_bytes,
     host_bytes,
-    needs_offload,
     with_offload,
 )
 from ridgeline.plan.job import Job, job_from_layout
 from ridgeline.plan.known import find_model
 from ridgeline.plan.machine import load_machine, machine_from_dict
 from ridgeline.plan.memory import fits, predict_memory
-from ridgeline.plan.predict import predict
+from ridgeline.plan.search import search
 from ridgeline.plan.time import parameters_of, predict_time
 
 MODEL = find_model("1.3b")
@@ -123,17 +122,15 @@ def test_fewer_gradients_are_sent() -> None:
 
 def test_offload_is_offered_where_nothing_fits() -> None:
     model, machine = find_model("llama3-8b", 2048), load_machine("a100-40g")
-    layouts = [
-        Layout.parse(f"dp=2,zero={zero},precision=bf16,recompute=full") for zero in (0, 1, 2)
-    ]
-    assert needs_offload(model, machine, layouts, 8)
-    more = [other for layout in layouts for other in with_offload(layout)]
-    assert {str(other.offload) for other in more} == {"optimizer"}
-    found = [job_from_layout(model, machine, other, 8) for other in more]
-    assert any(fits(j, predict_memory(j)) for j in found)
-    assert not needs_offload(model, machine, more, 8)
+    found = search(model, machine, 2, 8)
+    assert found.best
+    assert all(planned.layout.offload in ("optimizer", "params") for planned in found.best)
+    assert all(fits(planned.job, planned.memory) for planned in found.best)
+    little = machine.replace(host_memory_bytes=64e9)
+    assert not search(model, little, 2, 8).best  # sixteen bytes a parameter have no place there
+    enough = search(model, machine, 16, 16)
+    assert all(planned.layout.offload == "none" for planned in enough.best)
     assert [str(x.offload) for x in with_offload(Layout.parse("dp=8,zero=3"))] == ["params"]
-    assert predict(found[-1]).seconds > 0
 
 
 def test_profiles_may_state_both_bandwidths() -> None:
@@ -150,3 +147,11 @@ def machine_values() -> dict[str, Any]:
 
     found: dict[str, Any] = yaml.safe_load((MACHINES / "h200.yaml").read_text())
     return found
+
+
+def test_a_search_waits_for_the_loader() -> None:
+    slow = MACHINE.replace(storage_bandwidth=1e9)
+    fed = search(MODEL, slow, 8, 64, top=1).best[0]
+    waits = search(MODEL, slow, 8, 64, top=1, sample_bytes=1e9).best[0]
+    assert fed.time.storage == 0.0
+    assert waits.seconds == pytest.approx(64.0)  # 64 GB at 1 GB/s

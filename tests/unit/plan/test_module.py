@@ -384,3 +384,13 @@ def test_a_file_of_facts_needs_no_torch(resnet_file: Path) -> None:
     assert done.returncode == 2
     assert "needs torch, which is not installed here" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_module_waits_for_its_samples_and_for_the_slowest(resnet: ModuleFacts) -> None:
+    machine = load_machine("h200").replace(storage_bandwidth=1e9)
+    job = replace(module_job(resnet, machine, Layout.parse("dp=8"), 64), sample_bytes=1e9)
+    time = module_time(job)
+    assert time.seconds == pytest.approx(64.0)
+    assert time.stragglers > 0.0
+    with pytest.raises(UsageError, match=r"offload=optimizer .* by their sizes only"):
+        module_job(resnet, machine, Layout.parse("dp=8,offload=optimizer"), 64)
