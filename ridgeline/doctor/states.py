@@ -150,6 +150,10 @@ class Candidate:
 
     def close(self, wait_s: float = 30.0) -> None:
         """Let it end by itself for so long, then end it."""
+        self._end(wait_s)
+        self._log.close()
+
+    def _end(self, wait_s: float) -> None:
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -161,7 +165,6 @@ class Candidate:
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        self._log.close()
 
 
 class _Failure(RunError):
@@ -206,7 +209,7 @@ class ScriptCandidate(Candidate):
         answer = self._ask(untimed, timed)
         if answer.get("ended") and self.turns:
             # It has trained to its end: its losses were compared, so a fresh one can go on being timed.
-            self._process.wait()
+            self._end(30.0)
             self._process = self._start()
             answer = self._ask(max(untimed, 5), timed)
         if answer.get("ended"):

@@ -75,7 +75,7 @@ def _is_alive(owner: dict[str, Any], path: Path, age_s: float) -> bool:
     import psutil
 
     if owner["host"] != socket.gethostname():
-        return age_s < STALE_S and _is_touched(owner, path, STALE_S - age_s)
+        return age_s < STALE_S and _is_touched(owner, path, min(STALE_S - age_s, STALE_S))
     if owner["pid"] == os.getpid():
         return False
     try:
@@ -99,6 +99,6 @@ def _is_touched(owner: dict[str, Any], path: Path, wait_s: float) -> bool:
             time.sleep(min(1.0, wait_s))
             if path.stat().st_mtime_ns != first:
                 return True
-    except FileNotFoundError:  # it has ended in order
+    except OSError:  # gone: it has ended in order
         return False
     return False

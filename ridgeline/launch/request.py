@@ -150,9 +150,12 @@ def _require_no_other(job: Job, scheduler: Scheduler) -> None:
     known = find_record(str(job.folder))
     if known.scheduler != scheduler.name or set(job.after) & {known.id, *known.chain}:
         return
-    last = known.chain[-1] if known.chain else known.id
-    state = scheduler.status(last).state
-    if state in ("waiting", "running"):
+    alive = {
+        number: state
+        for number in known.chain or (known.id,)
+        if (state := scheduler.status(number).state) in ("waiting", "running")
+    }
+    for last, state in reversed(alive.items()):
         raise UsageError(
             f"{job.folder} is that of job {last}, which is {state}; wait with --after {last}, end it "
             f"with `ridgeline launch cancel {last}`, or choose another folder"

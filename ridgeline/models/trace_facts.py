@@ -409,7 +409,13 @@ def _alike(a: Block, b: Block) -> bool:
 
     def bare(block: Block) -> Block:
         costs = {
-            mode: replace(cost, peak_forward=nothing, peak_backward=nothing, saved_compiled=nothing)
+            mode: replace(
+                cost,
+                peak_forward=nothing,
+                peak_backward=nothing,
+                peak_gradients=nothing,
+                saved_compiled=nothing,
+            )
             for mode, cost in block.costs.items()
         }
         return replace(block, names=(), costs=costs)

@@ -100,19 +100,20 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         of_x, of_weight = ctx.dtypes
+        kept = ctx.saved_tensors  # once: what was recomputed is handed out a single time
         top = find_largest(grad_TO, ctx.rows, ctx.route)
         left = quantise(grad_TO, ctx.gradients, top, ctx.route)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            right = _weight_turned(ctx)
+            right = _weight_turned(ctx, *kept[2:])
             grad_x = multiply(left, right, of_x, ctx.fast, ctx.native, ctx.route)
         if ctx.needs_input_grad[1]:
             if ctx.narrow_weight_gradient:
-                pair = _pair_of_weight_gradient(ctx, grad_TO, top, left)
+                pair = _pair_of_weight_gradient(ctx, grad_TO, top, left, *kept[:2])
                 # A sum over all tokens is too long for the short register.
                 grad_weight = multiply(*pair, of_x, False, ctx.native, ctx.route)
             else:
-                grad_weight = grad_TO.t() @ ctx.saved_tensors[0]
+                grad_weight = grad_TO.t() @ kept[0]
             grad_weight = grad_weight.to(of_weight)
         return grad_x, grad_weight, None, None, None, None, None, None, None
 
@@ -122,8 +123,7 @@ def _turn(values: Tensor) -> Tensor:
     return values.t().contiguous()
 
 
-def _weight_turned(ctx: Any) -> tuple[Tensor, Tensor]:
-    _, _, weight, scale = ctx.saved_tensors
+def _weight_turned(ctx: Any, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     if not ctx.rows:
         return weight, scale
     turned = weight.t()
@@ -131,10 +131,14 @@ def _weight_turned(ctx: Any) -> tuple[Tensor, Tensor]:
 
 
 def _pair_of_weight_gradient(
-    ctx: Any, grad_TO: Tensor, top: Tensor, left: tuple[Tensor, Tensor]
+    ctx: Any,
+    grad_TO: Tensor,
+    top: Tensor,
+    left: tuple[Tensor, Tensor],
+    kept: Tensor,
+    of_kept: Tensor,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Gradient (O, T) and input (I, T) in fp8."""
-    kept, of_kept, _, _ = ctx.saved_tensors
     if not ctx.rows:
         return (_turn(left[0]), left[1]), (kept, of_kept)
     grad_OT, x_IT = grad_TO.t(), kept.t()

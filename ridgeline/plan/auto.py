@@ -84,6 +84,9 @@ def choose_layout(
         machine, origin = find_machine(config, place)
         found = plan_recipe(config, machine, place.num_ranks, trace=trace)
         best = _runnable(found, config)
+        if best is None and found.best:  # only weights in two stages of one rank: look further
+            found = plan_recipe(config, machine, place.num_ranks, 1000, trace)
+            best = _runnable(found, config)
     except UsageError as error:
         return _plain(config, place, str(error), lines)
     if best is None:

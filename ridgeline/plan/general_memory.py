@@ -145,6 +145,10 @@ def _stretch(job: ModuleJob, block: Block) -> int:
 
 
 def module_memory(job: ModuleJob) -> StepMemory:
-    """Of the stage that needs most."""
-    ranks = range(job.pp) if job.pp <= 4 else (0, 1, job.pp // 2, job.pp - 1)
+    """Of the stage that needs most. Stages with the same blocks need the less the later they are, since
+    fewer microbatches are in flight there."""
+    first: dict[object, int] = {}
+    for rank in range(job.pp):
+        first.setdefault(tuple(map(tuple, job.chunks_of(rank))), rank)
+    ranks = {*first.values(), job.pp - 1}
     return max((module_stage_memory(job, rank) for rank in ranks), key=lambda m: m.allocated)

@@ -148,11 +148,12 @@ def module_least_bytes(job: ModuleJob) -> float:
     """Weights and optimizer state as sharded, of the stage that has least."""
     count = min(trainable_of(job, rank) for rank in range(job.pp))
     slots = 4.0 * job.model.optimizer_slots
+    own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
     if job.zero == 3:
-        return (4.0 + slots) * count / job.sharers
+        return (own + slots) * count / job.sharers
     if job.zero:
-        return 2.0 * count + (4.0 + slots) * count / job.sharers
-    return (4.0 + slots) * count
+        return min(2.0, own) * count + slots * count / job.sharers
+    return (own + slots) * count
 
 
 def module_flops(job: ModuleJob) -> float:
@@ -227,7 +228,8 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
     if group.size == 1:
         return 0.0
     machine, count = job.machine, trainable_of(job, rank)
-    wire = job.software.reduce_bytes * count
+    own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
+    wire = (job.software.reduce_bytes if job.zero or job.mode == "half" else own) * count
     if job.zero == 3:
         if not job.shard or job.shard == job.dp:
             return 0.0
@@ -239,6 +241,9 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
             seconds += collective_s(machine, "reduce_scatter", wire, group)
     else:
         seconds = collective_s(machine, "all_reduce", wire, group)
+    if job.pp > 1 and rank in (0, job.pp - 1) and job.model.tied_parameters:
+        tied = 2.0 * _tied(job, job.pp - 1)
+        seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
     return _exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds
 
 

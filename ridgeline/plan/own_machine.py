@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -42,8 +43,9 @@ def is_machine_file(content: Any) -> bool:
 
 def profile_of(device_name: str) -> str | None:
     """The shipped profile of a device by its own name; None where there is none."""
-    known = [words for words in PROFILES if words in device_name]
-    return PROFILES[max(known, key=len)] if known else None
+    return next(
+        (PROFILES[name] for name in PROFILES if re.search(rf"\b{name}\b", device_name)), None
+    )
 
 
 def machine_from_file(content: Mapping[str, Any], fit: Fit) -> Machine:

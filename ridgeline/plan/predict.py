@@ -9,11 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ridgeline.layout import Layout
-from ridgeline.plan.kinds import AnyJob, Model, kind_of
-from ridgeline.plan.machine import Machine
+from ridgeline.plan.kinds import AnyJob, kind_of
 from ridgeline.plan.memory import StepMemory
-from ridgeline.plan.software import RIDGELINE, Software
 from ridgeline.plan.time import StepTime
 
 PRESSED: Final = 0.88
@@ -47,10 +44,3 @@ def pressure(job: AnyJob, memory: StepMemory) -> float:
     """By how much a device that is nearly full is slower."""
     used = memory.device / job.machine.device.memory_bytes
     return max(min(used, FULL) - PRESSED, 0.0) * job.software.pressure
-
-
-def predict_layout(
-    model: Model, machine: Machine, layout: Layout, batch: int, software: Software = RIDGELINE
-) -> Prediction:
-    """A step of a global batch in a layout."""
-    return predict(kind_of(model).arrange(model, machine, layout, batch, software))

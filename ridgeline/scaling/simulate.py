@@ -25,7 +25,6 @@ from ridgeline.plan.recipe import predict_recipe
 from ridgeline.plan.schedule import play
 from ridgeline.plan.search import Planned
 from ridgeline.scaling.measured import RankMeasured, Traffic
-from ridgeline.train.traced import trace_recipe
 
 PARTS: Final = {
     "tensor": "tensor-parallel communication",
@@ -104,6 +103,8 @@ def simulate(config: RunConfig, asked: Asked) -> Simulated:
     if layout.pp > 1:
         compute, bubble, inside = _play(places, layout, asked.machine)
         parts = _with_schedule(parts, inside)
+    from ridgeline.train.traced import trace_recipe
+
     predicted, why_not = None, ""
     try:
         predicted = predict_recipe(config, asked.machine, layout, trace_recipe)

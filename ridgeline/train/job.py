@@ -52,6 +52,7 @@ class Job:
     ) -> None:
         self._mesh, self._precision, self._seed = mesh, precision, seed
         self._settings = settings
+        self._undo: Callable[[], None] = lambda: None
         self._share = Share()
         self._arranged: dict[int, Arranged] = {}
         """Of every model given to `parallelize`, by the id of what came back."""
@@ -170,6 +171,7 @@ class Job:
 
     def close(self) -> None:
         """Leave the job; done by itself when the script ends."""
+        self._undo()
         close_mesh(self._mesh)
 
 
@@ -336,9 +338,9 @@ def start(
     chosen = choose_device(device, env)
     mesh = build_mesh(env, arrangement, chosen)
     torch.manual_seed(seed)
-    if settings is not None:
-        prepare_process(settings, chosen)
     job = Job(mesh, build_precision(arrangement.precision, chosen), seed, settings)
+    if settings is not None:
+        job._undo = prepare_process(settings, chosen)
     if dist.is_initialized():
         atexit.register(_leave, job)
     return job

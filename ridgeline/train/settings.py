@@ -11,6 +11,7 @@ file is read without torch; `prepare_process` and `prepare_model` put it into ef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,8 +116,9 @@ def with_settings(layout: Layout, settings: Settings, place: str) -> Layout:
     return layout
 
 
-def prepare_process(settings: Settings, device: torch.device) -> None:
-    """What holds for the whole process: attention kernels, search for convolutions, fused updates."""
+def prepare_process(settings: Settings, device: torch.device) -> Callable[[], None]:
+    """What holds for the whole process: attention kernels, search for convolutions, fused updates. The
+    last is a hook, which what is returned takes away again."""
     import torch
 
     from ridgeline.parallel.tuned import prefer_attention
@@ -127,7 +129,8 @@ def prepare_process(settings: Settings, device: torch.device) -> None:
     if settings.tune.fused_optimizer:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        register_optimizer_step_pre_hook(_fuse)
+        return register_optimizer_step_pre_hook(_fuse).remove
+    return lambda: None
 
 
 def _fuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -49,7 +49,7 @@ def trace_recipe(config: RunConfig) -> ModuleFacts:
 
     return trace_module(
         config.name or config.model.name,
-        partial(build_model, config.model.name, **config.model.args),
+        lambda: build_model(config.model.name, **config.model.args).to(DTYPES[config.model.dtype]),
         batch,
         task.loss,
         [_describe(info.input_shape, info.input_dtype)],

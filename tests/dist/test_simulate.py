@@ -167,7 +167,7 @@ def test_a_pipeline_of_another_model_from_the_command_line(tmp_path: Path) -> No
     assert "stage 1 of 2" in done.stdout
     assert "bubble and sends, played" in done.stdout
     assert "sends between stages" in done.stdout
-    assert "no prediction:" in done.stdout
+    assert "no prediction:" not in done.stdout  # a vision transformer is traced
 
 
 def test_a_small_source_is_no_full_step() -> None:

@@ -119,7 +119,7 @@ REDUCED: dict[str, tuple[str, ...]] = {
         "dp=2,accumulate=2", "dp=2,compress=bf16", "dp=2,compress=powersgd:2", "dp=2,sync=local:2",
         "dp=2,tp=2,pp=2,microbatches=2", "dp=2,zero=3,tp=2", "dp=2,zero=2,pp=2,microbatches=2",
         "dp=2,zero=3,cp=2,tp=2", "dp=2,zero=2,precision=fp16", "dp=2,zero=2,precision=fp8",
-        "pp=2,microbatches=2,precision=fp8",
+        "pp=2,microbatches=2,precision=fp8", "recompute=full,precision=fp8",
     ),
     "llama-tied": ("pp=2,microbatches=2", "dp=2,zero=2,pp=2,microbatches=2", "tp=2"),
     "llama-packed": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -67,6 +68,8 @@ except UsageError as error:
 
 def test_a_large_job_may_open_as_many_files() -> None:
     """In a process of its own, which gives the rest of its limit away."""
+    if 0 < resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096:
+        pytest.skip("this account may not open 4096 files")
     done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
     assert not done.stderr
     allowed, refusal = done.stdout.splitlines()

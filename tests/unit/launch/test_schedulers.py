@@ -221,7 +221,8 @@ def test_a_task_of_an_array_is_not_the_array() -> None:
     assert (task.job_id, task.array_index) == ("3_7", "7")
 
 
-def test_srun() -> None:
+def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_MPI_TYPE", raising=False)
     step = Step(("python", "x.py", "-n", "a b"), 2, 4, ("n1", "n2"), 8, 4)
     words = slurm.step(step)
     assert words[0] == "srun"

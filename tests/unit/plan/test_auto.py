@@ -188,7 +188,8 @@ def test_what_the_planner_has_no_model_of_is_refused() -> None:
 def test_profiles_by_name() -> None:
     assert profile_of("NVIDIA GB200") == "gb200"
     assert profile_of("NVIDIA H100 80GB HBM3") == "h100"
-    assert profile_of("NVIDIA L4") is None
+    for other in ("NVIDIA L4", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA GH200 480GB"):
+        assert profile_of(other) is None
     half, whole = cpu_machine(64, 2), cpu_machine(64, 1)
     assert half.device.peak_flops["fp32"] == pytest.approx(whole.device.peak_flops["fp32"] / 2)
     assert half.device.memory_bytes == pytest.approx(whole.device.memory_bytes / 2)

@@ -394,3 +394,28 @@ def test_a_module_waits_for_its_samples_and_for_the_slowest(resnet: ModuleFacts)
     assert time.stragglers > 0.0
     with pytest.raises(UsageError, match=r"offload=optimizer .* by their sizes only"):
         module_job(resnet, machine, Layout.parse("dp=8,offload=optimizer"), 64)
+
+
+def test_memory_is_of_the_worst_stage_wherever_it_is(resnet: ModuleFacts) -> None:
+    """Stages of a traced module are not alike, also where there are many."""
+    deep = deepen(trace_llama("1m", 64), 16)
+    for facts, most in ((resnet, resnet.most_stages), (deep, 8)):
+        for pp in range(2, min(most, 8) + 1):
+            layout = Layout.parse(f"pp={pp},microbatches={pp}")
+            job = module_job(facts, load_machine("h200"), layout, 8 * pp)
+            worst = max(module_stage_memory(job, rank).allocated for rank in range(pp))
+            assert module_memory(job).allocated == pytest.approx(worst)
+
+
+def test_what_no_layout_can_do_without_is_less_than_what_it_needs(resnet: ModuleFacts) -> None:
+    from ridgeline.config import find_recipe, load_config
+    from ridgeline.train.traced import trace_recipe
+
+    half = trace_recipe(load_config(find_recipe("digits"), ["model.dtype=bfloat16"]).config)
+    assert half.parameter_bytes == 2 * half.num_parameters
+    for facts in (resnet, half):
+        for zero in range(4):
+            layout = Layout.parse(f"dp=8,zero={zero},precision=bf16")
+            job = module_job(facts, load_machine("h200"), layout, 64)
+            held = module_memory(job)
+            assert kind_of(facts).least_bytes(job) <= (held.weights + held.optimizer) * 1.0001

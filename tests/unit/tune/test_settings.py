@@ -138,3 +138,19 @@ def test_only_an_optimizer_that_nobody_decided_on_is_fused() -> None:
         plain.step()
     assert started.param_groups[0]["fused"] is True
     assert torch.allclose(weight, plain.param_groups[0]["params"][0], rtol=1e-6)
+
+
+def test_fused_updates_end_with_the_job(tmp_path: Path) -> None:
+    path = written(tmp_path, "tune: {fused_optimizer: true}\n")
+
+    def is_fused() -> bool:
+        weight = nn.Parameter(torch.zeros(2))
+        weight.grad = torch.ones(2)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer.step()
+        return bool(optimizer.param_groups[0]["fused"])
+
+    job = ridgeline.start(device="cpu", tune=str(path))
+    assert is_fused()
+    job.close()
+    assert not is_fused()
