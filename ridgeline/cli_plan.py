@@ -128,6 +128,8 @@ def best(
     batch = batch or own_batch
     devices = nodes * place.devices_per_node
     if explain is not None:
+        if "precision=" not in explain:
+            explain = f"{explain},precision={precision}".removeprefix(",")
         _explain(explain, sizes, place, devices, batch, sample_bytes)
         return
     if scale is not None:
@@ -139,6 +141,7 @@ def best(
     found = search(sizes, place, devices, batch, precision, top, order, sample_bytes=sample_bytes)
     if not found.best:
         raise RunError(_nothing(sizes.name, batch, devices, place.name, found))
+    typer.echo(f"{sizes.name}, batch {batch} on {nodes} x {place.devices_per_node} of {place.name}")
     for line in show_best(found, tokens):
         typer.echo(line)
     if why:
@@ -327,7 +330,9 @@ def _nothing(name: str, batch: int, devices: int, machine: str, found: Found) ->
     if found.closest is not None:
         layout, need = found.closest
         return f"{text}; the closest, {layout}, needs {need / 1e9:.1f} GB a device: use more nodes"
-    return f"{text}: {found.looked_at} layouts were looked at; try a batch that more devices divide"
+    if found.too_large:
+        return f"{text}: weights and optimizer state alone are too large in all of them; use more nodes"
+    return f"{text}: none divides it; try a batch that more devices divide"
 
 
 def _write(path: Path, layout: str) -> None:

@@ -253,7 +253,7 @@ class RunConfig:
     device: str = "auto"
     """cpu, cuda, or auto: the accelerator when there is one."""
     threads: int | None = None
-    """CPU threads a rank; None shares the cores out among the ranks of the node."""
+    """CPU threads a rank; None: OMP_NUM_THREADS where that is set, else the cores shared out among ranks."""
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,12 @@ def cuda_visible(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
 
 
+def said_threads(environ: Mapping[str, str] | None = None) -> int | None:
+    """Threads of a rank where the user has said so in the environment, as torchrun has it."""
+    said = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdigit() and int(said) > 0 else None
+
+
 def slurm_mpi(environ: Mapping[str, str] | None = None) -> str:
     """Which PMI Slurm is to offer to programs that call MPI, e.g. pmix."""
     return (os.environ if environ is None else environ).get("SLURM_MPI_TYPE") or "none"

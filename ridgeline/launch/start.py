@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ridgeline.errors import Requeue, RunError, UsageError
-from ridgeline.launch.env import BIND, HUB, TERMINAL, read_limits
+from ridgeline.launch.env import BIND, HUB, TERMINAL, read_limits, said_threads
 from ridgeline.launch.failures import RankError, RankFailure, raise_first
 from ridgeline.launch.hub import LOST_S, Hub, RankExit
 from ridgeline.launch.job import Step
@@ -80,7 +80,7 @@ class Local:
     ) -> None:
         from ridgeline.launch.local import run_ranks
 
-        cores = threads or max(1, self._num_cores // num_ranks)
+        cores = threads or said_threads() or max(1, self._num_cores // num_ranks)
         run_ranks(command, num_ranks, log_dir, cores, {**extra, BIND: self._bind})
 
     def send(self, processes: Iterable[RankProcess], name: str) -> None:

@@ -263,6 +263,7 @@ def cpu_machine(num_cores: int, per_node: int) -> Machine:
             "name": f"cpu-node with {num_cores / per_node:g} cores a rank",
             "device.name": "CPU",
             "device.peak_flops": rates,
+            "device.num_sms": max(1, num_cores // per_node),
             "device.memory_bandwidth": share * base.device.memory_bandwidth,
             "device.memory_bytes": float(psutil.virtual_memory().total) / per_node,
             "devices_per_node": per_node,

@@ -76,7 +76,7 @@ def trainable_of(job: ModuleJob, rank: int) -> float:
 def _timed(job: ModuleJob) -> tuple[list[Stage], list[list[float]], list[list[float]], list[float]]:
     """Stages, seconds forward and backward by chunk, and what sharding adds of them a step."""
     host_s = job.machine.device.host_kernel_s * job.software.host_share
-    sharp = job.software.sharpness
+    sharp = job.sharpness
     stages = _stages(job)
     forward = [[c.seconds(host_s, sharp) for c in ahead] for ahead, _ in stages]
     backward = [[c.seconds(host_s, sharp) for c in back] for _, back in stages]
@@ -126,7 +126,7 @@ def module_alone_s(job: ModuleJob, rank: int) -> float:
     host_s = job.machine.device.host_kernel_s * job.software.host_share
     forward, backward = _stage(job, rank)
     work = sum(
-        replace(cost, communication=0.0).seconds(host_s, job.software.sharpness)
+        replace(cost, communication=0.0).seconds(host_s, job.sharpness)
         for cost in (*forward, *backward)
     )
     if job.zero == 3:

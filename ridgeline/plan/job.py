@@ -22,6 +22,7 @@ class Placed:
     """Sizes of an arrangement and what follows from them: groups of ranks and their places."""
 
     machine: Machine
+    software: Software
     dp: int
     tp: int
     cp: int
@@ -44,6 +45,11 @@ class Placed:
     @property
     def global_batch(self) -> int:
         return self.dp * self.samples * self.microbatches
+
+    @property
+    def sharpness(self) -> float:
+        """How sharply the slower of host and device wins; 1 is one after the other."""
+        return 1.0 if self.machine.device.is_host else self.software.sharpness
 
     @property
     def sharers(self) -> int:

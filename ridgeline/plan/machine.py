@@ -48,6 +48,8 @@ class Device:
     """What the host needs to issue one kernel from an eager framework's Python."""
     flash_efficiency: float
     """What a fused attention kernel reaches of the peak, forward."""
+    is_host: bool = False
+    """Whether it is the host itself: then issuing a kernel and computing it take turns."""
     workspace_bytes: float = 8e6
     """Of the product library, allocated with the first product."""
     context_bytes: float = 500e6

@@ -174,7 +174,11 @@ def show_scale(rows: list[tuple[int, Planned | None]], weak: bool) -> list[str]:
             f"{100 * efficiency:.0f} % {bar}", str(planned.layout),
         ])  # fmt: skip
     unit = first[1].job.unit if first is not None else "samples"
-    return lines + table(("nodes", "step s", f"{unit}/s", "efficiency", "layout"), cells)
+    lines += table(("nodes", "step s", f"{unit}/s", "efficiency", "layout"), cells)
+    seen = [(planned.seconds, count) for count, planned in rows if planned is not None]
+    if not weak and seen and min(seen)[1] < seen[-1][1]:
+        lines.append(f"more than {min(seen)[1]} nodes make this batch slower")
+    return lines
 
 
 def explain(planned: Planned) -> list[str]:

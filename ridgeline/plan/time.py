@@ -175,7 +175,7 @@ def predict_time(job: Job, pipeline: Pipeline | None = None) -> StepTime:
     machine = job.machine
     host_s = machine.device.host_kernel_s * job.software.host_share
     stages = _stages(job)
-    sharp = job.software.sharpness
+    sharp = job.sharpness
     forward = [[c.seconds(host_s, sharp) for c in stage.forward] for stage in stages]
     backward = [[c.seconds(host_s, sharp) for c in stage.backward] for stage in stages]
     gathers = [0.0] * job.pp
@@ -240,7 +240,7 @@ def lower_bound_s(job: Job) -> float:
     """What no schedule can beat: a stage's own work, the way there and back through the stages before
     it, the exposed reduction of gradients and the optimizer."""
     host_s = job.machine.device.host_kernel_s * job.software.host_share
-    sharp, blocking = job.software.sharpness, not job.software.overlap_pp
+    sharp, blocking = job.sharpness, not job.software.overlap_pp
     best = before = 0.0
     known: dict[tuple[int, ...], tuple[float, float, float]] = {}
     sends: dict[bool, float] = {}
@@ -385,7 +385,7 @@ def rank_alone_s(job: Job, rank: int = 0) -> float:
     host_s = job.machine.device.host_kernel_s * job.software.host_share
     stage = stage_costs(job, rank)
     work = sum(
-        replace(cost, communication=0.0).seconds(host_s, job.software.sharpness)
+        replace(cost, communication=0.0).seconds(host_s, job.sharpness)
         for cost in (*stage.forward, *stage.backward)
     )
     if job.zero == 3:

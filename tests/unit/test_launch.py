@@ -64,6 +64,20 @@ def test_wrong_rank_variables_are_named(changes: dict[str, str | None], said: li
         assert part in str(error.value)
 
 
+def test_threads_that_the_user_has_said_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ridgeline.launch import local
+    from ridgeline.launch.start import Local
+
+    seen: list[int] = []
+    monkeypatch.setattr(local, "run_ranks", lambda c, n, d, threads, v: seen.append(threads))
+    for said, asked, wanted in (("3", None, 3), ("3", 5, 5), ("", None, 4), ("many", None, 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        Local(2, 8).run(["x"], 2, tmp_path, asked, {})
+        assert seen.pop() == wanted
+
+
 def test_only_allowed_variables_are_recorded_and_no_secret() -> None:
     kept = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "77", "RANK": "0"}
     dropped = {
