@@ -253,7 +253,7 @@ class RunConfig:
     device: str = "auto"
     """cpu, cuda, or auto: the accelerator when there is one."""
     threads: int | None = None
-    """CPU threads a rank; None: OMP_NUM_THREADS where that is set, else the cores shared out among ranks."""
+    """CPU threads a rank; None: OMP_NUM_THREADS where that is set, else its share of the cores."""
 
 
 @dataclass(frozen=True)
