@@ -199,7 +199,7 @@ def test_a_command_that_is_refused_leaves_a_run_as_it_was(
     old, new = RunDir.at(tmp_path / "old"), RunDir.at(tmp_path / "new")
     old.write_text(CONFIG, "name: changed\n")
     with pytest.raises(UsageError):
-        cli._run_ranks(config, Local(1, 1), old, "name: before\n", limits)
+        cli._run_ranks(config, Local(1, 1), old, {CONFIG: "name: before\n"}, limits)
     assert old.file(CONFIG).read_text() == "name: before\n"
     with pytest.raises(UsageError):
         cli._run_ranks(config, Local(1, 1), new, None, limits)
