@@ -82,30 +82,14 @@ def _fused_cast() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
     return torch.compile(cast, dynamic=True)
 
 
-def _opaque_largest(values: Tensor, rows: bool) -> Tensor:
-    return largest(values, rows)
-
-
 def _opaque_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     # In a graph of its own: one kernel rather than four, and nothing around it to go wrong with.
     return _fused_cast()(values, top, dtype) if values.is_cuda else cast(values, top, dtype)
 
 
-def _opaque_product(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    dtype: torch.dtype,
-    fast: bool,
-    native: bool,
-) -> Tensor:
-    return product(a_MK, b_NK, scale_a, scale_b, dtype, fast, native)
-
-
-LARGEST_OP = torch.library.custom_op("ridgeline::fp8_largest", _opaque_largest, mutates_args=())
+LARGEST_OP = torch.library.custom_op("ridgeline::fp8_largest", largest, mutates_args=())
 CAST_OP = torch.library.custom_op("ridgeline::fp8_cast", _opaque_cast, mutates_args=())
-PRODUCT_OP = torch.library.custom_op("ridgeline::fp8_product", _opaque_product, mutates_args=())
+PRODUCT_OP = torch.library.custom_op("ridgeline::fp8_product", product, mutates_args=())
 
 
 def _fake_largest(values: Tensor, rows: bool) -> Tensor:
