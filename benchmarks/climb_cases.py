@@ -44,7 +44,7 @@ BF16 = ("layout=precision=bf16,compile=true",)
 BEST_LM = (*BF16, "tune.attention=cudnn", "tune.residual=bf16")
 FP8 = (
     "layout=precision=fp8,compile=true", "tune.attention=cudnn", "tune.residual=bf16",
-    "tune.weights=bf16", "tune.fp8_route=product",
+    "tune.weights=bf16",
 )  # fmt: skip
 COMMON = (
     "data.source=synthetic",

@@ -88,9 +88,6 @@ def configure(case: Case, options: argparse.Namespace, *more: str) -> Any:
         settings.append("threads=1")
         more = tuple(m.replace(",compile=true", "") for m in more if "graphs" not in m)
         more = tuple(m for m in more if not m.startswith(("tune.compile_mode", "data.threads")))
-    more = tuple(
-        f"tune.fp8_route={options.route}" if m.startswith("tune.fp8_route") else m for m in more
-    )
     return load_config(None, [*settings, *more]).config
 
 
@@ -230,7 +227,7 @@ def run_text(case: Case, options: argparse.Namespace, results: Results) -> None:
     effort = Effort(timeout_s=options.timeout_s, check_steps=options.text)
     length = 64 if options.tiny else case.units_per_sample
     text = ("data.source=text", f"data.args={{seq_len: {length}}}", "schedule.warmup_steps=50")
-    every = {"bf16": BF16, **case.states, **case.more}
+    every = {"bf16": (*BF16, "tune.compile_mode=regional"), **case.states, **case.more}
     names = [n for n in every if n in (options.states or ("bf16", options.fp8))]
     for name in names:
         if is_late(options):
@@ -306,7 +303,6 @@ def main() -> None:
     parser.add_argument(
         "--fp8", default="fp8 tensors", help="the state that text compares with bf16"
     )
-    parser.add_argument("--route", default="product", help="tune.fp8_route of the fp8 states")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--check", type=int, default=16, help="steps of the climb's loss curve")
     parser.add_argument("--samples", type=int, default=96, help="fields in the ViT's file")

@@ -1,26 +1,27 @@
-"""Which way of compiling fp8 linear layers is right on this device, and how fast each is: one table.
+"""fp8 linear layers on this device, compiled and not: whether they are right, and how fast each is.
 
     python benchmarks/gpu_float8.py                          # about a minute on a GPU
     python benchmarks/gpu_float8.py --budget 90 --json f8.json
     python benchmarks/gpu_float8.py --device cpu --tiny      # to see that it works; times mean nothing
 
-Part one compiles one layer of 2048 x 2048 in every way and compares output, input gradient and weight
+Part one runs one layer of 2048 x 2048 in every way and compares output, input gradient and weight
 gradient with float64: relative error (about 0.03 with e4m3, 0.05 with e5m2), share of zeros, and whether
 it is right. Part two times the pieces around the products. Part three times the right ways on the layers of
 a 1.3B model, forward and backward, beside bf16. Every line is printed when it is known, and nothing is
-begun after the budget. A way that fails says so in its line. `tune.fp8_route` takes the routes' names.
+begun after the budget. A way that fails says so in its line.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,58 +41,28 @@ class Way:
 
     name: str
     scaling: str = "tensor"
-    route: str = "product"
     compiled: bool = True
     fast: bool = True
     gradients: str = "e5m2"
     turned_weight: bool = False
     """A weight that is a view of its transpose."""
-    switches: dict[str, Any] = field(default_factory=dict)
-    """Of torch._inductor.config."""
 
 
 WAYS = (
-    Way("eager, tensor", compiled=False),
-    Way("eager, mixed", "mixed", compiled=False),
-    Way("inline, tensor", route="inline"),
-    Way("product, tensor"),
-    Way("product, mixed", "mixed"),
-    Way("inline, tensor, ATEN only", route="inline",
-        switches={"max_autotune_gemm_backends": "ATEN"}),
-    Way("inline, mixed, ATEN only", "mixed", "inline",
-        switches={"max_autotune_gemm_backends": "ATEN"}),
-    Way("cast, tensor", route="cast"),
-    Way("whole, tensor", route="whole"),
-    Way("inline, mixed", "mixed", "inline"),
-    Way("cast, mixed", "mixed", "cast"),
-    Way("whole, mixed", "mixed", "whole"),
-    Way("product, row", "row"),
-    Way("inline, row", "row", "inline"),
-    Way("product, tensor, slow sums", fast=False),
-    Way("inline, tensor, slow sums", route="inline", fast=False),
-    Way("product, tensor, turned weight", turned_weight=True),
-    Way("inline, tensor, turned weight", route="inline", turned_weight=True),
-    Way("inline, tensor, rounding casts", route="inline",
-        switches={"emulate_precision_casts": True}),
-    Way("inline, tensor, no padding", route="inline", switches={"shape_padding": False}),
-    Way("product, tensor, e4m3 gradients", gradients="e4m3"),
-    Way("inline, tensor, e4m3 gradients", route="inline", gradients="e4m3"),
-)  # fmt: skip
+    Way("tensor"),
+    Way("mixed", "mixed"),
+    Way("row", "row"),
+    Way("careful", "careful"),
+    Way("tensor, eager", compiled=False),
+    Way("mixed, eager", "mixed", compiled=False),
+    Way("tensor, e4m3 gradients", gradients="e4m3"),
+    Way("tensor, slow sums", fast=False),
+    Way("tensor, turned weight", turned_weight=True),
+)
 
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-@contextlib.contextmanager
-def switched(switches: dict[str, Any]) -> Iterator[None]:
-    import torch._inductor.config as config
-
-    known = {name: value for name, value in switches.items() if hasattr(config, name)}
-    if missing := set(switches) - set(known):
-        raise RuntimeError(f"this torch has no {', '.join(missing)}")
-    with config.patch(known):
-        yield
 
 
 def build(way: Way, weight: Any, native: bool) -> Callable[[Any], Any]:
@@ -102,7 +73,6 @@ def build(way: Way, weight: Any, native: bool) -> Callable[[Any], Any]:
 
     tune = TuneConfig(
         fp8_scaling=way.scaling,
-        fp8_route=way.route,
         fp8_gradients=way.gradients,
         fp8_fast_accumulate=way.fast,
     )
@@ -134,9 +104,8 @@ def errors(way: Way, tokens: int, width: int, device: str, native: bool) -> dict
     matrix = weight.t().contiguous().t() if way.turned_weight else weight
     matrix = matrix.detach().requires_grad_()
     leaf = x.clone().requires_grad_()
-    with switched(way.switches):
-        out = build(way, matrix, native)(leaf)
-        out.backward(grad)
+    out = build(way, matrix, native)(leaf)
+    out.backward(grad)
     exact_x = x.double().requires_grad_()
     exact_w = weight.double().requires_grad_()
     exact = exact_x + torch.nn.functional.silu(exact_x) @ exact_w.t()
@@ -203,8 +172,11 @@ def speed(
         from ridgeline.parallel.float8 import build_scaling, linear
         from ridgeline.tuning import TuneConfig
 
-        tune = TuneConfig(fp8_scaling=way.scaling, fp8_route=way.route,
-                          fp8_gradients=way.gradients, fp8_fast_accumulate=way.fast)  # fmt: skip
+        tune = TuneConfig(
+            fp8_scaling=way.scaling,
+            fp8_gradients=way.gradients,
+            fp8_fast_accumulate=way.fast,
+        )
         scaling = dataclasses.replace(build_scaling(tune, weight.device), native=native)
 
         def layer(x: Any) -> Any:
@@ -216,9 +188,21 @@ def speed(
         x.grad = weight.grad = None
         call(x).backward(grad)
 
-    with switched(way.switches if way is not None else {}):
-        seconds = timed(both, device == "cuda", options.repeats)
+    seconds = timed(both, device == "cuda", options.repeats)
     return 6.0 * tokens * inputs * outputs / seconds / 1e12
+
+
+TILES = tuple(itertools.product(((64, 64), (64, 128), (128, 64), (128, 128), (32, 256)), (4, 8)))
+"""Of the kernel that casts, to see which is the fastest on a device."""
+
+
+def _cast_with(x: Any, top: Any, block: tuple[int, int], warps: int) -> None:
+    from unittest import mock
+
+    from ridgeline.parallel import float8_kernels, float8_ops
+
+    with mock.patch.multiple(float8_kernels, BLOCK=block, WARPS=warps):
+        float8_ops.cast_both(x, top, top, float8_ops.E4M3)
 
 
 def pieces(tokens: int, width: int, options: Any, native: bool) -> dict[str, float]:
@@ -230,25 +214,38 @@ def pieces(tokens: int, width: int, options: Any, native: bool) -> dict[str, flo
     device, cuda = options.device, options.device == "cuda"
     x = torch.randn(tokens, width, device=device).bfloat16()
     top = ops.largest(x, False)
-    made, scale = ops.quantise(x, ops.E4M3, top)
-    weight, scale_w = ops.quantise(x[:width], ops.E4M3, top)
-    rows_x, rows_w = (ops.scale_of(ops.largest(v, True), ops.E4M3) for v in (x, x[:width]))
-    turned = torch.compile(lambda v: v.t().contiguous(), dynamic=False)
+    made, turned = ops.cast_both(x, top, top, ops.E4M3)
+    weight = ops.cast(x[:width], top, ops.E4M3)
+    scale = ops.scale_of(top, ops.E4M3)
+    rows = ops.largest(x, True)
+    rows_x, rows_w = ops.scale_of(rows, ops.E4M3), ops.scale_of(rows[:width], ops.E4M3)
     find = torch.compile(lambda v: ops.largest(v, False), dynamic=False)
-    convert = torch.compile(lambda v, t: ops.cast(v, t, ops.E4M3), dynamic=False)
+    gain = torch.randn(tokens, width, device=device).bfloat16()
+    of_gain = ops.cast_turned(gain, top, ops.E4M3)
     bf16 = torch.bfloat16
     wanted: dict[str, Callable[[], Any]] = {
         "bf16 product": lambda: x @ x[:width].t(),
         "fp8 product, fast sums": lambda: ops.product(
-            made, weight, scale, scale_w, bf16, True, native
+            made, weight, scale, scale, bf16, True, native
         ),
-        "fp8 product": lambda: ops.product(made, weight, scale, scale_w, bf16, False, native),
+        "fp8 product": lambda: ops.product(made, weight, scale, scale, bf16, False, native),
         "fp8 product, rows": lambda: ops.product(made, weight, rows_x, rows_w, bf16, True, native),
+        "bf16 weight gradient": lambda: x.t() @ gain,
+        "fp8 weight gradient": lambda: ops.product(
+            turned, of_gain, scale, scale, bf16, False, native
+        ),
         "largest value": lambda: find(x),
-        "cast": lambda: convert(x, top),
-        "turning bytes over": lambda: turned(made),
+        "cast": lambda: ops.cast(x, top, ops.E4M3),
+        "cast, turned over": lambda: ops.cast_turned(x, top, ops.E4M3),
+        "cast, both ways": lambda: ops.cast_both(x, top, top, ops.E4M3),
+        "cast, both ways, rows": lambda: ops.cast_both(x, rows, top, ops.E4M3),
+        "turning bytes over by torch": lambda: made.t().contiguous(),
         "copy, for comparison": lambda: x.clone(),
     }
+    for block, warps in TILES if cuda else ():
+        wanted[f"cast, both ways, {block[0]} x {block[1]}, {warps} warps"] = partial(
+            _cast_with, x, top, block, warps
+        )
     found = {}
     for name, call in wanted.items():
         try:

@@ -38,6 +38,8 @@ class TuneConfig:
     """The optimizer's own kernel for all parameters, where the device has one."""
     search_convolutions: bool = True
     """Time the library's kernels for each new shape of convolution and keep the fastest (CUDA)."""
+    search_tiles: bool = False
+    """Time tile sizes for each fused kernel while compiling and keep the fastest (compile=true, CUDA)."""
     fp8_scaling: str = "mixed"
     """Scales of precision=fp8: row: one a row or column in each product; mixed: the same, but one a tensor
     for weight gradients; tensor: one a tensor; careful: row, with weight gradients in bf16."""
@@ -45,10 +47,6 @@ class TuneConfig:
     """Type of gradients in fp8 products: e5m2 has range, e4m3 a digit more."""
     fp8_fast_accumulate: bool = True
     """Add products up in the short register, which is faster; weight gradients never do."""
-    fp8_route: str = "auto"
-    """What a compiler is not to see into: inline: nothing; product: the products; cast: and the casts;
-    whole: and the search for scales. auto is the one that was found right; on CUDA one that is named is
-    compiled as it is, right or not."""
     fp8_keep: tuple[str, ...] = ()
     """Linear layers left in bf16, by a part of their path (e.g. wo, or layers.0.)."""
     fp8_keep_first: int = 0
@@ -72,7 +70,6 @@ CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "tune.norms": ("own", "fused"),
     "tune.loss": ("full", "chunked"),
     "tune.fp8_scaling": ("row", "mixed", "tensor", "careful"),
-    "tune.fp8_route": ("auto", "inline", "product", "cast", "whole"),
     "tune.fp8_gradients": ("e5m2", "e4m3"),
 }
 

@@ -143,16 +143,6 @@ def _narrow(built: Arranged) -> None:
     tune = built.tune
     if built.layout.precision == "fp8":
         from ridgeline.parallel.float8 import apply_float8
-        from ridgeline.parallel.float8_ops import COMPILED_ON_CUDA
-
-        proven = COMPILED_ON_CUDA or tune.fp8_route != "auto"
-        if built.layout.compile and built.mesh.device.type == "cuda" and not proven:
-            # Seen on an H200 with torch 2.11: compiled, the products are zeros, without an error.
-            raise UsageError(
-                "layout precision=fp8 with compile=true was seen to give wrong products on CUDA; leave "
-                "compile out, use precision=bf16, or name tune.fp8_route=product after "
-                "`python benchmarks/gpu_float8.py` has shown it right on this device"
-            )
 
         kept: dict[str, str] = {}
         num_changed = 0
@@ -241,15 +231,6 @@ def _offload_activations(built: Arranged) -> None:
             apply_activation_offload(module, built.blocks_of(module).values() or [module])
 
 
-_COMPILE_MODES = {
-    (False, False): "default",
-    (False, True): "reduce-overhead",
-    (True, False): "max-autotune-no-cudagraphs",
-    (True, True): "max-autotune",
-}
-"""torch's words, by whether kernels are tuned and whether graphs are captured."""
-
-
 def _compile(built: Arranged) -> None:
     layout, device = built.layout, built.mesh.device
     if layout.graphs and device.type != "cuda":
@@ -261,7 +242,7 @@ def _compile(built: Arranged) -> None:
     _avoid_double_flash(built)
     # One compiled graph a shape: with dynamic shapes an uneven last batch would leave a slower
     # one behind that then serves the full batches too.
-    mode = _COMPILE_MODES[built.tune.compile_mode == "autotune", layout.graphs]
+    options = _compiler_options(built.tune, layout.graphs)
     regional = built.tune.compile_mode == "regional"
     if layout.pp > 1 or layout.zero == 3 or regional:
         # What is between the blocks stops and sends, or gathers weights; the blocks do the work. Blocks
@@ -270,15 +251,28 @@ def _compile(built: Arranged) -> None:
         from ridgeline.parallel.tuned import compile_module
 
         for block in blocks or built.parts:
-            compile_module(block, dynamic=False, mode=mode)
+            compile_module(block, dynamic=False, options=options)
         if (
             regional
             and built.staged is None
             and isinstance(getattr(built.objective, "loss", None), Callable)
         ):
-            built.objective.loss = torch.compile(built.objective.loss, dynamic=False, mode=mode)
+            built.objective.loss = torch.compile(
+                built.objective.loss, dynamic=False, options=options
+            )
         return
-    built.objective.compile(dynamic=False, mode=mode)
+    built.objective.compile(dynamic=False, options=options)
+
+
+def _compiler_options(tune: TuneConfig, graphs: bool) -> dict[str, bool]:
+    """In torch's words; its modes are names for some of these."""
+    autotune = tune.compile_mode == "autotune"
+    wanted = {
+        "triton.cudagraphs": graphs,
+        "max_autotune": autotune,
+        "coordinate_descent_tuning": autotune or tune.search_tiles,
+    }
+    return {name: True for name, value in wanted.items() if value}
 
 
 def _avoid_double_flash(built: Arranged) -> None:

@@ -6,9 +6,10 @@ right one, or one for each tensor. Activations and weights are e4m3, gradients e
 they are, so optimizers and checkpoints know nothing of it. On a device without fp8 products the values
 are rounded the same and multiplied in float32, so that what fp8 does to a model can be seen anywhere.
 
-One scale for a tensor holds for the tensor turned over as well. Then every matrix is read and cast once, in
-forward, and what backward needs is turned over in its bytes: half the memory of keeping the values, and no
-second search for scales. With a scale a row the turned matrix has others, and is cast again.
+Activations and gradients are read once and cast both ways, as they lie and turned over; backward keeps
+the turned activation, a byte a value. A scale of its own for each row of the turned matrix needs another
+search (`row`); one for all of it is known from the first (`mixed`, `tensor`). Weights are cast anew in
+backward, so that nothing is kept of them: a sharded replica has no room for another copy.
 Called by `apply.py`. Written by hand because torch itself has the product only; the arithmetic is in
 `float8_ops.py`.
 
@@ -24,8 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ridgeline.parallel import float8_ops
-from ridgeline.parallel.float8_ops import E4M3, E5M2, find_largest, multiply, quantise
+from ridgeline.parallel.float8_ops import (
+    CAST_BOTH_OP,
+    CAST_OP,
+    E4M3,
+    E5M2,
+    PRODUCT_OP,
+    WEIGHT_OP,
+    cast,
+    cast_both,
+    largest,
+    product,
+    product_with_weight,
+    scale_of,
+)
 from ridgeline.tuning import TuneConfig
 
 MULTIPLE = 16
@@ -45,8 +58,6 @@ class Scaling:
     fast: bool = True
     native: bool = False
     """Whether the device has fp8 products; looked up once, not in the step."""
-    route: str = float8_ops.ROUTE
-    """What a compiler does not see into; see `float8_ops.ROUTES`."""
 
 
 def build_scaling(tune: TuneConfig, device: torch.device | None = None) -> Scaling:
@@ -57,7 +68,6 @@ def build_scaling(tune: TuneConfig, device: torch.device | None = None) -> Scali
         gradients={"e5m2": E5M2, "e4m3": E4M3}[tune.fp8_gradients],
         fast=tune.fp8_fast_accumulate,
         native=device is not None and has_fp8_products(device),
-        route=float8_ops.ROUTE if tune.fp8_route == "auto" else tune.fp8_route,
     )
 
 
@@ -80,76 +90,59 @@ class _Linear(torch.autograd.Function):
         gradients: torch.dtype,
         fast: bool,
         native: bool,
-        route: str,
+        opaque: bool,
     ) -> Tensor:
-        top = find_largest(x_TI, rows, route)
-        left = quantise(x_TI, E4M3, top, route)
-        right = quantise(weight_OI, E4M3, find_largest(weight_OI, rows, route), route)
-        narrow_weight_gradient = narrow_weight_gradient and x_TI.shape[0] % MULTIPLE == 0
+        top, top_weight = largest(x_TI, rows), largest(weight_OI, rows)
+        cast_weight = CAST_OP if opaque else cast
+        right = cast_weight(weight_OI, top_weight, E4M3), scale_of(top_weight, E4M3)
         ctx.rows, ctx.gradients, ctx.fast, ctx.native = rows, gradients, fast, native
         ctx.rows_of_weight_gradient = rows_of_weight_gradient
         ctx.narrow_weight_gradient = narrow_weight_gradient
-        ctx.route, ctx.dtypes = route, (x_TI.dtype, weight_OI.dtype)
-        if rows:
-            ctx.save_for_backward(x_TI, top, weight_OI, None)
+        ctx.opaque, ctx.dtypes = opaque, (x_TI.dtype, weight_OI.dtype)
+        kept, of_kept = x_TI, None
+        if narrow_weight_gradient:
+            top_turned = _top_of_turned(x_TI, top, rows_of_weight_gradient)
+            left, kept = (CAST_BOTH_OP if opaque else cast_both)(x_TI, top, top_turned, E4M3)
+            of_kept = scale_of(top_turned, E4M3)
         else:
-            kept = _turn(left[0]) if narrow_weight_gradient else x_TI
-            ctx.save_for_backward(kept, left[1], _turn(right[0]), right[1])
-        return multiply(left, right, x_TI.dtype, fast, native, route)
+            left = (CAST_OP if opaque else cast)(x_TI, top, E4M3)
+        ctx.save_for_backward(kept, of_kept, weight_OI, None if rows else top_weight)
+        multiply = PRODUCT_OP if opaque else product
+        return multiply(left, right[0], scale_of(top, E4M3), right[1], x_TI.dtype, fast, native)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         of_x, of_weight = ctx.dtypes
-        kept = ctx.saved_tensors  # once: what was recomputed is handed out a single time
-        top = find_largest(grad_TO, ctx.rows, ctx.route)
-        left = quantise(grad_TO, ctx.gradients, top, ctx.route)
-        grad_x = grad_weight = None
+        kept, of_kept, weight_OI, top_weight = ctx.saved_tensors  # once: see parallel/recompute.py
+        top = largest(grad_TO, ctx.rows)
+        scale = scale_of(top, ctx.gradients)
+        turned = top_turned = grad_x = grad_weight = None
+        if ctx.narrow_weight_gradient:
+            top_turned = _top_of_turned(grad_TO, top, ctx.rows_of_weight_gradient)
+            both = CAST_BOTH_OP if ctx.opaque else cast_both
+            left, turned = both(grad_TO, top, top_turned, ctx.gradients)
+        elif ctx.needs_input_grad[0]:
+            left = (CAST_OP if ctx.opaque else cast)(grad_TO, top, ctx.gradients)
         if ctx.needs_input_grad[0]:
-            right = _weight_turned(ctx, *kept[2:])
-            grad_x = multiply(left, right, of_x, ctx.fast, ctx.native, ctx.route)
+            if top_weight is None:
+                top_weight = largest(weight_OI.t(), True)
+            multiply = WEIGHT_OP if ctx.opaque else product_with_weight
+            grad_x = multiply(left, weight_OI, scale, top_weight, of_x, ctx.fast, ctx.native)
         if ctx.needs_input_grad[1]:
-            if ctx.narrow_weight_gradient:
-                pair = _pair_of_weight_gradient(ctx, grad_TO, top, left, *kept[:2])
+            if turned is not None and top_turned is not None:
+                of_turned = scale_of(top_turned, ctx.gradients)
+                multiply = PRODUCT_OP if ctx.opaque else product
                 # A sum over all tokens is too long for the short register.
-                grad_weight = multiply(*pair, of_x, False, ctx.native, ctx.route)
+                grad_weight = multiply(turned, kept, of_turned, of_kept, of_x, False, ctx.native)
             else:
-                grad_weight = grad_TO.t() @ kept[0]
+                grad_weight = grad_TO.t() @ kept
             grad_weight = grad_weight.to(of_weight)
         return grad_x, grad_weight, None, None, None, None, None, None, None
 
 
-def _turn(values: Tensor) -> Tensor:
-    """Turned over, with its rows together in memory: a copy of bytes."""
-    return values.t().contiguous()
-
-
-def _weight_turned(ctx: Any, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    if not ctx.rows:
-        return weight, scale
-    turned = weight.t()
-    return quantise(turned, E4M3, find_largest(turned, True, ctx.route), ctx.route)
-
-
-def _pair_of_weight_gradient(
-    ctx: Any,
-    grad_TO: Tensor,
-    top: Tensor,
-    left: tuple[Tensor, Tensor],
-    kept: Tensor,
-    of_kept: Tensor,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Gradient (O, T) and input (I, T) in fp8."""
-    if not ctx.rows:
-        return (_turn(left[0]), left[1]), (kept, of_kept)
-    grad_OT, x_IT = grad_TO.t(), kept.t()
-    if ctx.rows_of_weight_gradient:
-        tops = find_largest(grad_OT, True, ctx.route), find_largest(x_IT, True, ctx.route)
-    else:
-        tops = top.amax(), of_kept.amax()  # known already: nothing is read again
-    return (
-        quantise(grad_OT, ctx.gradients, tops[0], ctx.route),
-        quantise(x_IT, E4M3, tops[1], ctx.route),
-    )
+def _top_of_turned(values: Tensor, top: Tensor, rows: bool) -> Tensor:
+    """The largest values of a matrix turned over: of its rows, or of all, which `top` knows already."""
+    return largest(values.t(), True) if rows else top.amax()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
@@ -163,12 +156,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> 
             weight,
             scaling.rows,
             scaling.rows_of_weight_gradient,
-            scaling.narrow_weight_gradient,
+            scaling.narrow_weight_gradient
+            and weight.requires_grad
+            and not flat.shape[0] % MULTIPLE,
             scaling.gradients,
             scaling.fast,
             scaling.native,
             # Operators of our own are for compilers; called from Python they only cost.
-            scaling.route if torch.compiler.is_compiling() else float8_ops.INLINE,
+            torch.compiler.is_compiling(),
         )
         out = out.view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias.to(dtype)

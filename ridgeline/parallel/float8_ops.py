@@ -1,36 +1,29 @@
-"""fp8 by hand: the largest value, the cast, the product, each as plain torch and as an opaque operator.
+"""fp8 by hand: the largest value, the cast, the product, and the last two as operators of our own.
 
-A compiler that sees `torch._scaled_mm` puts kernels of its own beside the library's even when it was not
-asked to tune matrix kernels, and takes whichever is faster in its own trial; on an H200 with torch 2.11 the
-compiled products came out as zeros. An operator of our own is opaque: the compiler knows the shape that
-comes out and calls what runs in eager mode. `ROUTES` are how much is hidden from it. What is not hidden is
-fused with what comes before it (the largest value of a norm's output costs nothing there), so the fewer the
-better: `benchmarks/gpu_float8.py` says which are right and how fast each is. Called by `float8.py`.
+A compiler that sees into `torch._scaled_mm` gets it wrong: on an H200 with torch 2.11 the compiled products
+of backward came out as zeros (`benchmarks/gpu_float8.py` shows it). An operator of our own is opaque: the
+compiler knows the shape that comes out and calls what runs in eager mode. The search for largest values is
+not hidden from it: in the kernel that makes a matrix it costs nothing. The casts are hidden because they
+cannot be fused with anything, the scale of a tensor being known only when all of it was seen, and because
+a kernel of our own writes a matrix and the matrix turned over in one pass. Called by `float8.py`.
 
-Shapes: M and N rows, K the contracted dimension.
+Shapes: M and N rows, K the contracted dimension, R and C any rows and columns.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 _LEAST = 1e-30
 """Of the largest value of a row, so that a row of zeros has a scale."""
-
-INLINE, PRODUCT, CAST, WHOLE = "inline", "product", "cast", "whole"
-ROUTES = (INLINE, PRODUCT, CAST, WHOLE)
-"""What a compiler does not see into: nothing; products; casts as well; and largest values."""
-ROUTE = PRODUCT
-"""The one that `tune.fp8_route=auto` means."""
-COMPILED_ON_CUDA = False
-"""Whether `auto` is let through with compile=true on CUDA. True once `benchmarks/gpu_float8.py` has shown
-the route to be right there; until then a route has to be named in the recipe."""
 
 
 def largest(values: Tensor, rows: bool) -> Tensor:
@@ -47,10 +40,38 @@ def scale_of(top: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     """Values over their scale, in `dtype`, with rows that lie together in memory."""
-    most = LARGEST[dtype]
-    # Rounding may take the largest value a little over the top, which has no number there.
-    scaled = values.float() * (most / top.clamp(min=_LEAST))
-    return scaled.clamp(-most, most).to(dtype).contiguous()
+    if _in_one_kernel(values):
+        from ridgeline.parallel.float8_kernels import cast as kernel
+
+        made, _ = kernel(values, top, None, dtype, LARGEST[dtype], _LEAST)
+        assert made is not None
+        return made
+    return _plain_cast(values, top, dtype)
+
+
+def cast_turned(values_RC: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same of the matrix turned over, (C, R), of whose rows `top` is."""
+    if _in_one_kernel(values_RC):
+        from ridgeline.parallel.float8_kernels import cast as kernel
+
+        _, made = kernel(values_RC, None, top, dtype, LARGEST[dtype], _LEAST)
+        assert made is not None
+        return made
+    return _plain_cast(values_RC.t(), top, dtype)
+
+
+def cast_both(
+    values_RC: Tensor, top: Tensor, top_turned: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Both, (R, C) and (C, R), from one reading."""
+    if _in_one_kernel(values_RC):
+        from ridgeline.parallel.float8_kernels import cast as kernel
+
+        made, turned = kernel(values_RC, top, top_turned, dtype, LARGEST[dtype], _LEAST)
+        assert made is not None
+        assert turned is not None
+        return made, turned
+    return _plain_cast(values_RC, top, dtype), _plain_cast(values_RC.t(), top_turned, dtype)
 
 
 def product(
@@ -77,27 +98,47 @@ def product(
     return out.to(dtype)
 
 
+def product_with_weight(
+    a_MK: Tensor,
+    weight_KN: Tensor,
+    scale_a: Tensor,
+    top: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    native: bool,
+) -> Tensor:
+    """a @ weight, which is cast here: backward then holds on to the parameter, which is there anyway, and
+    not to a copy of it from forward, which a sharded replica would have no room for."""
+    turned = cast_turned(weight_KN, top, E4M3)
+    return product(a_MK, turned, scale_a, scale_of(top, E4M3), dtype, fast, native)
+
+
+def _plain_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
+    most = LARGEST[dtype]
+    # Rounding may take the largest value a little over the top, which has no number there.
+    scaled = values.float() * (most / top.clamp(min=_LEAST))
+    return scaled.clamp(-most, most).to(dtype).contiguous()
+
+
+def _in_one_kernel(values: Tensor) -> bool:
+    """Tensors that stand for others (traced, cut over ranks) are for torch's own functions."""
+    return values.is_cuda and type(values) in (Tensor, nn.Parameter) and _has_triton()
+
+
 @lru_cache(maxsize=1)
-def _fused_cast() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
-    return torch.compile(cast, dynamic=True)
-
-
-def _opaque_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
-    # In a graph of its own: one kernel rather than four, and nothing around it to go wrong with.
-    return _fused_cast()(values, top, dtype) if values.is_cuda else cast(values, top, dtype)
-
-
-LARGEST_OP = torch.library.custom_op("ridgeline::fp8_largest", largest, mutates_args=())
-CAST_OP = torch.library.custom_op("ridgeline::fp8_cast", _opaque_cast, mutates_args=())
-PRODUCT_OP = torch.library.custom_op("ridgeline::fp8_product", product, mutates_args=())
-
-
-def _fake_largest(values: Tensor, rows: bool) -> Tensor:
-    return values.new_empty((values.shape[0], 1) if rows else (), dtype=torch.float32)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _fake_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(values.shape, dtype=dtype, device=values.device)
+
+
+def _fake_cast_both(
+    values_RC: Tensor, top: Tensor, top_turned: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    made = _fake_cast(values_RC, top, dtype)
+    return made, made.new_empty(values_RC.shape[::-1])
 
 
 def _fake_product(
@@ -112,33 +153,32 @@ def _fake_product(
     return torch.empty((a_MK.shape[0], b_NK.shape[0]), dtype=dtype, device=a_MK.device)
 
 
-LARGEST_OP.register_fake(_fake_largest)
-CAST_OP.register_fake(_fake_cast)
-PRODUCT_OP.register_fake(_fake_product)
-
-
-def find_largest(values: Tensor, rows: bool, route: str) -> Tensor:
-    return LARGEST_OP(values, rows) if route == WHOLE else largest(values, rows)
-
-
-def quantise(
-    values: Tensor, dtype: torch.dtype, top: Tensor, route: str = INLINE
-) -> tuple[Tensor, Tensor]:
-    """A matrix in `dtype`, and what to multiply it with; `top` is the largest value of each row or of
-    all, and becomes the largest number that the type has."""
-    hidden = route in (CAST, WHOLE)
-    made = CAST_OP(values, top, dtype) if hidden else cast(values, top, dtype)
-    return made, scale_of(top, dtype)
-
-
-def multiply(
-    left: tuple[Tensor, Tensor],
-    right: tuple[Tensor, Tensor],
+def _fake_with_weight(
+    a_MK: Tensor,
+    weight_KN: Tensor,
+    scale_a: Tensor,
+    top: Tensor,
     dtype: torch.dtype,
     fast: bool,
     native: bool,
-    route: str,
 ) -> Tensor:
-    """left @ right.T of (M, K) and (N, K), with their scales."""
-    call = product if route == INLINE else PRODUCT_OP
-    return call(left[0], right[0], left[1], right[1], dtype, fast, native)
+    return torch.empty((a_MK.shape[0], weight_KN.shape[1]), dtype=dtype, device=a_MK.device)
+
+
+_OPERATORS = torch.library.Library("ridgeline", "FRAGMENT")
+
+
+def _operator(name: str, call: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Registered by hand: `torch.library.custom_op` looks for aliases and gradients in every call, which
+    with a thousand calls a step is what a fast device waits for."""
+    schema = torch.library.infer_schema(call, mutates_args=())
+    _OPERATORS.define(f"{name}{schema}")
+    _OPERATORS.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ridgeline::{name}", fake, lib=_OPERATORS)
+    return getattr(torch.ops.ridgeline, name).default
+
+
+CAST_OP = _operator("fp8_cast", cast, _fake_cast)
+CAST_BOTH_OP = _operator("fp8_cast_both", cast_both, _fake_cast_both)
+PRODUCT_OP = _operator("fp8_product", product, _fake_product)
+WEIGHT_OP = _operator("fp8_product_with_weight", product_with_weight, _fake_with_weight)

@@ -25,6 +25,7 @@ from ridgeline.doctor.remedies import (
     residual,
     stochastic,
     tf32,
+    tiles,
     weights,
     workers,
 )
@@ -43,6 +44,7 @@ REMEDIES: dict[str, Remedy] = {
         compile_model.REMEDY,
         fused_norms.REMEDY,
         autotune.REMEDY,
+        tiles.REMEDY,
         graphs.REMEDY,
         channels_last.REMEDY,
         convolution_search.REMEDY,
@@ -73,6 +75,7 @@ SCRIPT_REMEDIES: dict[str, Remedy] = {
         compile_model.REMEDY,
         fused_norms.REMEDY,
         autotune.REMEDY,
+        tiles.REMEDY,
         channels_last.REMEDY,
         convolution_search.REMEDY,
         attention.REMEDY,
