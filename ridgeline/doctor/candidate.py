@@ -1,4 +1,5 @@
-"""One state of a climb in a process of its own: `python -m ridgeline.doctor.candidate RECIPE`.
+"""One state of a climb in a process of its own: `python -m ridgeline.doctor.candidate RECIPE`, or with
+`--ready DEVICE` one that imports everything, says so, and waits to be told the recipe.
 
 It builds the training, and then runs steps when a line of JSON on its standard input says so, answering
 with one line: seconds a step, losses, parts, memory. Between two turns it holds nothing of the device that
@@ -14,7 +15,9 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+READY = "--ready"
 
 
 class Runner:
@@ -110,16 +113,37 @@ def device_facts(device: Any) -> dict[str, Any]:
     }
 
 
+def _get_ready(device: str, answers: TextIO) -> Path:
+    """Import, wait for the recipe, and write to its log from there on."""
+    import torch
+
+    import ridgeline.train.loop
+    import ridgeline.train.setup  # noqa: F401
+
+    if device != "cpu" and torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+    print(json.dumps({"ready": time.time()}), file=answers, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)  # nobody needed it
+    asked = json.loads(line)
+    log = os.open(asked["log"], os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    return Path(asked["recipe"])
+
+
 def main(argv: list[str]) -> None:
     # Answers go out on a copy of standard output; whatever else is printed goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    recipe = Path(argv[0]) if argv[0] != READY else _get_ready(argv[1], answers)
     runner: Runner | None = None
     for line in sys.stdin:
         asked = json.loads(line)
         try:
             if runner is None:
-                runner = Runner(Path(argv[0]))
+                runner = Runner(recipe)
             answer = runner.turn(asked["untimed"], asked["timed"])
         except Exception as error:
             import traceback

@@ -38,6 +38,7 @@ from ridgeline.doctor.states import (
     Candidate,
     Effort,
     ScriptCandidate,
+    build_spares,
     raise_as_usage,
     script_settings,
 )
@@ -102,13 +103,18 @@ def climb(
     if Layout.parse_for(config.layout or "dp=1", 1).world_size != 1:
         raise UsageError(f"a climb is on one device, and the layout is {config.layout!r}; use dp=1")
 
+    spares = build_spares(config, out / "states", cache)
+
     def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
-        return Candidate(config, name, folder, effort, cache)
+        return Candidate(config, name, folder, effort, cache, spares)
 
     def write(config: RunConfig, ladder: Ladder) -> None:
         (out / RECIPE).write_text(dump_config(config), encoding="utf-8")
 
-    return _climb(config, out, start, write, "recipe", measured, remedies, effort, say)
+    try:
+        return _climb(config, out, start, write, "recipe", measured, remedies, effort, say)
+    finally:
+        spares.close()
 
 
 def climb_script(

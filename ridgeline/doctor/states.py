@@ -15,16 +15,16 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ridgeline.config import RunConfig, dump_config
 from ridgeline.doctor.model_look import SCRIPT
 from ridgeline.doctor.remedies.contract import OPTIMIZER, Parts
+from ridgeline.doctor.spares import Spares, start
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import TUNE
 from ridgeline.layout import Layout
@@ -38,9 +38,11 @@ class Effort:
     rounds: int = 5
     """Turns of each of two states; more make the noise known better."""
     steps: int = 10
-    """Timed steps a turn."""
+    """Timed steps a turn, at most."""
     warm_up: int = 2
-    """Steps before them in each turn."""
+    """Steps before them in each turn, at most."""
+    turn_s: float = 6.0
+    """A state whose steps are long takes fewer of them, so that a turn lasts about so long."""
     check_steps: int = 24
     """Steps over which losses are compared."""
     loss_bound: float = 0.005
@@ -49,6 +51,33 @@ class Effort:
     """For one turn, compiling included."""
     budget_s: float = math.inf
     """No further remedy is begun after so long."""
+
+    def turn_of(self, step_s: float) -> tuple[int, int]:
+        """Steps before, and timed steps, of a turn with steps that take so long (0: not known yet).
+
+        >>> Effort().turn_of(0.1), Effort().turn_of(1.0), Effort().turn_of(5.0)
+        ((2, 10), (2, 6), (1, 2))
+        """
+        timed = max(2, min(self.steps, int(self.turn_s / max(step_s, 1e-9))))
+        return min(self.warm_up, timed // 2), min(self.steps, timed)
+
+
+CANDIDATE = ("-m", "ridgeline.doctor.candidate")
+
+
+def cache_of(folder: Path, given: Path | None) -> Path:
+    """Where compiled code is kept for the states of a folder."""
+    return (given or folder / "compiled").resolve()
+
+
+def compiler_variables(cache: Path) -> list[str]:
+    return [f"TORCHINDUCTOR_CACHE_DIR={cache}", "TORCHINDUCTOR_FX_GRAPH_CACHE=1"]
+
+
+def build_spares(config: RunConfig, folder: Path, cache: Path | None) -> Spares:
+    """For states of a recipe in `folder`."""
+    variables = compiler_variables(cache_of(folder, cache))
+    return Spares(variables, [*CANDIDATE, "--ready", config.device], folder / "spare.log")
 
 
 class Candidate:
@@ -61,54 +90,58 @@ class Candidate:
         folder: Path,
         effort: Effort,
         cache: Path | None = None,
+        spares: Spares | None = None,
     ) -> None:
         self.config, self.name = config, name
-        self._effort, self._folder = effort, folder
+        self._effort, self._folder, self._spares = effort, folder, spares
         folder.mkdir(parents=True, exist_ok=True)
-        self._cache = (cache or folder / "compiled").resolve()
+        self._cache = cache_of(folder, cache)
         self.losses: list[float] = []
         self.turns: list[float] = []
         self.peak_bytes = 0.0
+        self.step_s = 0.0
+        """Of the last steps that were timed; 0 before there were any."""
         self.tenth_step_s: float | None = None
         self.last: dict[str, Any] = {}
-        self._log: IO[str] = (folder / f"{name}.log").open("w")
+        self._log = folder / f"{name}.log"
+        self._log.write_text("")
         self.started = 0.0
+        """When its process was; one that was ready before counts as if it had been started for this."""
         self._process = self._start()
 
-    def _command(self) -> tuple[list[str], list[str]]:
-        """Variables and arguments of Python."""
+    def _write_recipe(self) -> Path:
         recipe = self._folder / f"{self.name}.yaml"
         recipe.write_text(dump_config(_to_measure(self.config, self._effort)), encoding="utf-8")
-        return [], ["-m", "ridgeline.doctor.candidate", str(recipe)]
+        return recipe
 
     def _start(self) -> subprocess.Popen[str]:
-        variables, arguments = self._command()
-        self.started = time.time()
-        return subprocess.Popen(
-            [
-                "env",
-                f"TORCHINDUCTOR_CACHE_DIR={self._cache}",
-                "TORCHINDUCTOR_FX_GRAPH_CACHE=1",
-                *variables,
-                sys.executable,
-                *arguments,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,  # an interrupt is for the climb, which then ends what it started
-        )
+        if self._spares is None:
+            self.started = time.time()
+            arguments = [*CANDIDATE, str(self._write_recipe())]
+            return start(compiler_variables(self._cache), arguments, self._log).process
+        spare = self._spares.take()
+        self.started = time.time() - spare.wait()
+        spare.give(self._write_recipe(), self._log)
+        return spare.process
 
     def run(self, untimed: int, timed: int) -> float:
         """Seconds a step of one turn; a `RunError` with what the process said when it fails."""
         answer = self._ask(untimed, timed)
         if "failed" in answer:
             raise _Failure(answer["failed"], answer.get("usage", False))
+        return self._take(answer)
+
+    def _take(self, answer: dict[str, Any]) -> float:
         self.losses += answer["losses"]
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
-        self.last = answer
-        return float(answer["step_s"])
+        self.last, seconds = answer, float(answer["step_s"])
+        self.step_s = seconds or self.step_s
+        return seconds
+
+    def turn(self) -> float:
+        """Seconds a step of one turn, which is remembered."""
+        self.turns.append(self.run(*self._effort.turn_of(self.step_s)))
+        return self.turns[-1]
 
     def _ask(self, untimed: int, timed: int) -> dict[str, Any]:
         process, timeout_s = self._process, self._effort.timeout_s
@@ -123,7 +156,7 @@ class Candidate:
         if not answers:
             raise RunError(f"no answer within {timeout_s:.0f} s")
         if not line:
-            raise RunError(f"its process ended ({process.wait()}); see {self._log.name}")
+            raise RunError(f"its process ended ({process.wait()}); see {self._log}")
         value: dict[str, Any] = json.loads(line)
         return value
 
@@ -133,7 +166,9 @@ class Candidate:
         self.run(first, 0)
         self.tenth_step_s = self.last["time"] - self.started if first == 10 else None
         if effort.check_steps > first:
-            self.run(effort.check_steps - first, 0)
+            self.run(0, effort.check_steps - first)
+        if self._spares is not None:
+            self._spares.settle()  # before anything is timed
 
     def parts(self) -> Parts:
         """The step as its own clock saw it in the last turn."""
@@ -151,7 +186,6 @@ class Candidate:
     def close(self, wait_s: float = 30.0) -> None:
         """Let it end by itself for so long, then end it."""
         self._end(wait_s)
-        self._log.close()
 
     def _end(self, wait_s: float) -> None:
         if self._process.stdin is not None and not self._process.stdin.closed:
@@ -196,14 +230,15 @@ class ScriptCandidate(Candidate):
         self._script, self._arguments, self._plain = script, list(arguments), plain
         super().__init__(config, name, folder, effort)
 
-    def _command(self) -> tuple[list[str], list[str]]:
-        variables = []
+    def _start(self) -> subprocess.Popen[str]:
+        variables = compiler_variables(self._cache)
         if not self._plain:
             file = self._folder / f"{self.name}.yaml"
             write_settings(script_settings(self.config), file)
-            variables = [f"{TUNE}={file.resolve()}"]
-        command = ["-m", "ridgeline.doctor.script_candidate", str(self._script)]
-        return variables, [*command, *self._arguments]
+            variables.append(f"{TUNE}={file.resolve()}")
+        command = ["-m", "ridgeline.doctor.script_candidate", str(self._script), *self._arguments]
+        self.started = time.time()
+        return start(variables, command, self._log).process
 
     def run(self, untimed: int, timed: int) -> float:
         answer = self._ask(untimed, timed)
@@ -223,10 +258,7 @@ class ScriptCandidate(Candidate):
             raise _Failure(answer["failed"], answer.get("usage", False))
         if self._plain:
             self.config = _as_seen(self.config, answer)
-        self.losses += answer["losses"]
-        self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
-        self.last = answer
-        return float(answer["step_s"])
+        return self._take(answer)
 
 
 def script_settings(config: RunConfig) -> Settings:

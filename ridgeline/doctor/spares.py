@@ -1,0 +1,97 @@
+"""An interpreter ahead: it has imported everything and waits for a recipe while another state starts.
+
+Starting Python, torch and a CUDA context takes as long as some tens of steps, and a climb does it for every
+remedy. So one process is always a start ahead. It gets ready while a state compiles, and is waited for
+before anything is timed, so that nobody measures beside it. Used by `states.py`; imports without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ridgeline.errors import RunError
+
+READY_S = 600.0
+"""To import on a slow file system; then something is wrong."""
+
+
+@dataclass
+class Spare:
+    """A process that waits for a recipe, and how long it took to get there."""
+
+    process: subprocess.Popen[str]
+    started: float
+    log: Path
+    ready_s: float | None = None
+
+    def wait(self) -> float:
+        """Seconds from its start until it was ready."""
+        if self.ready_s is None:
+            stdout = self.process.stdout
+            assert stdout is not None
+            answers = bool(select.select([stdout], [], [], READY_S)[0])
+            line = stdout.readline() if answers else ""
+            if not line:
+                self.process.kill()
+                what = "ended" if answers else f"was not ready within {READY_S:.0f} s"
+                raise RunError(f"a process for a state {what}; see {self.log}")
+            self.ready_s = float(json.loads(line)["ready"]) - self.started
+        return self.ready_s
+
+    def give(self, recipe: Path, log: Path) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps({"recipe": str(recipe), "log": str(log)}), file=self.process.stdin)
+        self.process.stdin.flush()
+
+
+def start(variables: Sequence[str], arguments: Sequence[str], log: Path) -> Spare:
+    """A process of Python with its output in `log`, in a session of its own: an interrupt is for the climb,
+    which then ends what it started."""
+    with log.open("a") as errors:
+        process = subprocess.Popen(
+            ["env", *variables, sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    return Spare(process, time.time(), log)
+
+
+class Spares:
+    """Keeps one process ahead of those that were taken."""
+
+    def __init__(self, variables: Sequence[str], arguments: Sequence[str], log: Path) -> None:
+        self._call = (tuple(variables), tuple(arguments), log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._next: Spare | None = None
+
+    def take(self) -> Spare:
+        """One that is ready; the next one is started."""
+        spare = self._next if self._next is not None else start(*self._call)
+        self._next = None
+        spare.wait()
+        self._next = start(*self._call)
+        return spare
+
+    def settle(self) -> None:
+        """Until the next one is ready and does nothing any more."""
+        if self._next is not None:
+            self._next.wait()
+
+    def close(self) -> None:
+        if self._next is not None:
+            process, self._next = self._next.process, None
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()

@@ -1,0 +1,74 @@
+"""Processes that are a start ahead: ready before they are needed, told what to run, and gone at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ridgeline.config import load_config
+from ridgeline.doctor.spares import Spares
+from ridgeline.doctor.states import Candidate, Effort, build_spares
+from ridgeline.errors import RunError
+
+WAITS = """
+import json, sys, time
+time.sleep(0.5)
+print(json.dumps({"ready": time.time()}), flush=True)
+asked = json.loads(sys.stdin.readline())
+print(json.dumps(asked), flush=True)
+"""
+
+
+def test_the_next_one_gets_ready_while_the_last_one_works(tmp_path: Path) -> None:
+    spares = Spares([], ["-c", WAITS], tmp_path / "spare.log")
+    first = spares.take()
+    assert first.wait() >= 0.5
+    first.give(tmp_path / "recipe.yaml", tmp_path / "log")
+    assert first.process.stdout is not None
+    assert json.loads(first.process.stdout.readline())["recipe"] == str(tmp_path / "recipe.yaml")
+    spares.settle()
+    begun = time.monotonic()
+    second = spares.take()
+    assert time.monotonic() - begun < 0.4
+    assert second.wait() >= 0.5  # what it took is known all the same
+    for spare in (first, second):
+        spare.process.communicate("{}\n" if spare is second else None, timeout=60)
+    third = spares._next
+    spares.close()
+    assert third is not None
+    assert not psutil.pid_exists(third.process.pid)
+
+
+def test_one_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
+    spares = Spares([], ["-c", "raise SystemExit('no torch here')"], tmp_path / "spare.log")
+    with pytest.raises(RunError, match=r"ended; see .*spare\.log"):
+        spares.take()
+    assert "no torch here" in (tmp_path / "spare.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_state_from_a_spare_trains_as_one_of_its_own(tmp_path: Path) -> None:
+    settings = ["model.name=mlp", "data.source=digits", "train.batch=8", "train.steps=100",
+                "train.lr=0.01", "device=cpu", "threads=1"]  # fmt: skip
+    config = load_config(None, settings).config
+    effort = Effort(check_steps=10)
+    spares = build_spares(config, tmp_path, None)
+    losses = []
+    try:
+        for name, given in (("own", None), ("spare", spares)):
+            begun = time.time()
+            state = Candidate(config, name, tmp_path, effort, None, given)
+            state.check(effort)
+            losses.append(state.losses)
+            assert state.tenth_step_s is not None
+            assert 0 < state.tenth_step_s <= time.time() - begun + 1.0
+            state.close()
+    finally:
+        spares.close()
+    assert losses[0] == losses[1]
+    assert os.path.exists(tmp_path / "spare.log")
