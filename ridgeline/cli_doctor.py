@@ -4,6 +4,9 @@ A recipe or script is run for some tens of steps on as many ranks as asked, in p
 nothing of it is kept but the measurement. A run directory is judged by its records, without torch. With
 --climb the remedies are then tried one after the other, and what helps is kept. Added to the app by
 `cli.py`.
+
+The flow: `doctor` reads the command line; `_judge_run` or `_judge_training` measures; `_conclude` judges,
+writes and tells; `_climb` goes on from there.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import signal
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,223 +27,205 @@ from ridgeline.errors import RunError, UsageError
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
     from ridgeline.doctor.measured import Measured
+    from ridgeline.doctor.states import Effort
     from ridgeline.plan.kept import Compared
     from ridgeline.rundir import RunDir
 
 DOCTOR = "doctor.json"
 
+What = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|SCRIPT|RUNDIR", help="A recipe, a script of your own, or a finished run."
+    ),
+]
+Rest = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="For a recipe; for a script: its own arguments."),
+]
+NumProcesses = Annotated[
+    int, typer.Option("-n", "--num-processes", min=1, help="Ranks on this machine.")
+]
+Steps = Annotated[int, typer.Option(min=6, help="Steps that are timed and profiled.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Where doctor.json and the pictures go; default: the run, or runs/doctor-*."),
+]
+Machine = Annotated[
+    Path | None,
+    typer.Option(help="machine.json of `ridgeline machine compute`; else a quick measurement."),
+]
+Trace = Annotated[
+    bool, typer.Option("--trace", help="Keep the profile too, as trace.json for Perfetto.")
+]
+Nvtx = Annotated[bool, typer.Option("--nvtx", help="Mark steps, data and updates for Nsight.")]
+Climbs = Annotated[
+    bool,
+    typer.Option("--climb", help="Try the remedies, and keep those that are faster and right."),
+]
+Budget = Annotated[
+    float, typer.Option(min=1, help="With --climb: begin no remedy after so many seconds of it.")
+]
+LossBound = Annotated[
+    float,
+    typer.Option(min=0, help="With --climb: how far the loss may be off, as a share of it."),
+]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="With --climb: turns of each two states that are compared.")
+]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line."""
+
+    what: str
+    rest: list[str]
+    num_processes: int
+    steps: int
+    out: Path | None
+    machine: Path | None
+    trace: bool
+    nvtx: bool
+    as_json: bool
+    effort: Effort | None
+    """Of the climb; None where none was asked for."""
+
 
 def doctor(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|SCRIPT|RUNDIR",
-            help="A recipe, a script of your own, or a finished run.",
-        ),
-    ],
-    rest: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="For a recipe; for a script: its own arguments."
-        ),
-    ] = None,
-    num_processes: Annotated[
-        int, typer.Option("-n", "--num-processes", min=1, help="Ranks on this machine.")
-    ] = 1,
-    steps: Annotated[int, typer.Option(min=6, help="Steps that are timed and profiled.")] = 30,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where doctor.json and the pictures go; default: the run, or runs/doctor-*."
-        ),
-    ] = None,
-    machine: Annotated[
-        Path | None,
-        typer.Option(help="machine.json of `ridgeline machine compute`; else a quick measurement."),
-    ] = None,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Keep the profile too, as trace.json for Perfetto.")
-    ] = False,
-    nvtx: Annotated[
-        bool, typer.Option("--nvtx", help="Mark steps, data and updates for Nsight.")
-    ] = False,
-    climbs: Annotated[
-        bool,
-        typer.Option("--climb", help="Try the remedies, and keep those that are faster and right."),
-    ] = False,
-    budget: Annotated[
-        float,
-        typer.Option(min=1, help="With --climb: begin no remedy after so many seconds."),
-    ] = 1800.0,
-    loss_bound: Annotated[
-        float,
-        typer.Option(min=0, help="With --climb: how far the loss may be off, as a share of it."),
-    ] = 0.005,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="With --climb: turns of each two states that are compared.")
-    ] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    what: What,
+    rest: Rest = None,
+    num_processes: NumProcesses = 1,
+    steps: Steps = 30,
+    out: Out = None,
+    machine: Machine = None,
+    trace: Trace = False,
+    nvtx: Nvtx = False,
+    climbs: Climbs = False,
+    budget: Budget = 1800.0,
+    loss_bound: LossBound = 0.005,
+    rounds: Rounds = 5,
+    as_json: Json = False,
 ) -> None:
     """Say what holds a training back, with the evidence, and what would help."""
-    from ridgeline.config import find_recipe, load_config
-    from ridgeline.rundir import CONFIG, RunDir
+    from ridgeline.doctor.states import Effort
+    from ridgeline.rundir import CONFIG
 
-    path = Path(what)
-    if path.is_dir() and (path / CONFIG).is_file():
-        from ridgeline.doctor.finished import measure_run
-
-        if rest:
-            raise UsageError(f"{rest[0]!r}: a finished run takes no settings; leave it out")
-        if climbs:
-            raise UsageError(
-                f"--climb runs a training, and {what} is over; give it the recipe: {path / CONFIG}"
-            )
-        run = RunDir.open(path)
-        ranks = [measure_run(run)]
-        trained = load_config(path / CONFIG, []).config
-        value = _conclude(ranks, [], out or path, as_json, None, trained, _compare(run, ranks[0]))
-        if as_json:
-            typer.echo(json.dumps(value, indent=1))
-        return
-    require_torch("`ridgeline doctor`")
-    is_script = what.endswith(".py")
-    config = None if is_script else load_config(find_recipe(what), rest or []).config
-    if climbs and num_processes > 1:
-        raise UsageError(f"-n {num_processes} with --climb: a climb is on one device; leave -n out")
-    folder = _measure(what, config, rest or [], num_processes, steps, machine, trace, nvtx)
-    with folder as name:
-        value, out, measured = _answer(Path(name), _name_of(what), out, as_json, config)
-    if climbs:
-        effort = {"budget_s": budget, "loss_bound": loss_bound, "rounds": rounds}
-        value["ladder"] = _climb(what, config, rest or [], out, measured, effort, as_json)
+    effort = Effort(rounds=rounds, loss_bound=loss_bound, budget_s=budget) if climbs else None
+    asked = Asked(
+        what, rest or [], num_processes, steps, out, machine, trace, nvtx, as_json, effort
+    )
+    is_run = (Path(what) / CONFIG).is_file()
+    value = _judge_run(asked) if is_run else _judge_training(asked)
     if as_json:
         typer.echo(json.dumps(value, indent=1))
 
 
-def _climb(
-    what: str,
-    config: RunConfig | None,
-    rest: list[str],
-    out: Path,
-    measured: Measured,
-    effort: dict[str, Any],
-    as_json: bool,
-) -> dict[str, Any]:
-    """From the measured state as far as it goes; the ladder as plain values."""
-    import dataclasses
+def _judge_run(asked: Asked) -> dict[str, Any]:
+    """A finished run, by its records."""
+    from ridgeline.config import load_config
+    from ridgeline.doctor.finished import measure_run
+    from ridgeline.rundir import CONFIG, RunDir
 
-    from ridgeline.doctor.climb import CLIMBED, RECIPE, climb, climb_script
-    from ridgeline.doctor.states import Effort
+    path = Path(asked.what)
+    if asked.rest:
+        raise UsageError(f"{asked.rest[0]!r}: a finished run takes no settings; leave it out")
+    if asked.effort is not None:
+        raise UsageError(
+            f"--climb runs a training, and {path} is over; give it the recipe: {path / CONFIG}"
+        )
+    run = RunDir.open(path)
+    ranks = [measure_run(run)]
+    trained = load_config(path / CONFIG, []).config
+    compared = _compare(run, ranks[0])
+    return _conclude(ranks, [], asked.out or path, asked.as_json, None, trained, compared)
 
-    def say(text: str) -> None:
-        typer.echo(text, err=as_json)
 
-    chosen = Effort(**effort)
-    # The launcher of the measurement has left a handler of its own behind.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    say("\nclimbing; every state has its own process, and what is compared takes turns\n")
-    try:
-        if config is None:
-            ladder = climb_script(Path(what), rest, out, measured=measured, effort=chosen, say=say)
-            say(f"\nwritten: {CLIMBED}, ladder.json, ladder.svg in {out}")
-            say(
-                f"use it: RIDGELINE_TUNE={out / CLIMBED} python {what}, or "
-                f'ridgeline.start(tune="{out / CLIMBED}") in it'
+def _judge_training(asked: Asked) -> dict[str, Any]:
+    """A recipe or a script: some steps of it are run, and with --climb many more."""
+    from ridgeline.config import find_recipe, load_config
+    from ridgeline.doctor.request import TRACE, read_answers
+    from ridgeline.rundir import RunDir
+
+    require_torch("`ridgeline doctor`")
+    is_script = asked.what.endswith(".py")
+    config = None if is_script else load_config(find_recipe(asked.what), asked.rest).config
+    _check_can_run(asked, config)
+    with tempfile.TemporaryDirectory(prefix="ridgeline-doctor-") as name:
+        folder = Path(name)
+        _run_ranks(asked, config, folder)
+        ranks, timeline = read_answers(folder)
+        if not ranks:
+            raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
+        out = asked.out or RunDir.create(Path("runs"), f"doctor-{Path(asked.what).stem}").path
+        value = _conclude(ranks, timeline, out, asked.as_json, folder / TRACE, config)
+    if asked.effort is not None:
+        value["ladder"] = _climb(asked, config, out, ranks[0], asked.effort)
+    return value
+
+
+def _check_can_run(asked: Asked, config: RunConfig | None) -> None:
+    """What is known to be wrong before anything runs."""
+    from ridgeline.doctor.interface import surely_lacks_interface, tell_missing
+    from ridgeline.machine.record import read_machine
+
+    if asked.effort is not None and asked.num_processes > 1:
+        raise UsageError(
+            f"-n {asked.num_processes} with --climb: a climb is on one device; leave -n out"
+        )
+    if asked.machine is not None:
+        if not asked.machine.is_file():
+            raise UsageError(
+                f"no file {asked.machine} of --machine; `ridgeline machine compute` makes one"
             )
-        else:
-            ladder = climb(config, out, measured=measured, effort=chosen, say=say)
-            say(f"\nwritten: {RECIPE}, ladder.json, ladder.svg in {out}")
-            say(f"use it: ridgeline train {out / RECIPE}")
-    except OSError as error:
-        raise RunError(f"cannot climb in {out} ({error.strerror}); name another --out") from error
-    if ladder.interrupted:
-        raise RunError(f"interrupted; what was climbed so far is in {out}")
-    return dataclasses.asdict(ladder)
+        read_machine(asked.machine)
+    script = Path(asked.what)
+    if config is None and not script.is_file():
+        raise UsageError(f"no script at {script}; name a file, a recipe or a run directory")
+    if config is None and asked.effort is not None and surely_lacks_interface(script):
+        raise UsageError(tell_missing(script))
 
 
-def _measure(
-    what: str,
-    config: RunConfig | None,
-    rest: list[str],
-    num_processes: int,
-    steps: int,
-    machine: Path | None,
-    trace: bool,
-    nvtx: bool,
-) -> tempfile.TemporaryDirectory[str]:
-    """Run the ranks; a folder with what each of them found."""
+def _run_ranks(asked: Asked, config: RunConfig | None, folder: Path) -> None:
+    """Measure on every rank; what each of them finds lies in the folder then."""
     from ridgeline.config import dump_config
     from ridgeline.doctor.request import Request
     from ridgeline.launch.start import Local
     from ridgeline.rundir import CONFIG
 
-    if machine is not None:
-        from ridgeline.machine.record import read_machine
-
-        if not machine.is_file():
-            raise UsageError(
-                f"no file {machine} of --machine; `ridgeline machine compute` makes one"
-            )
-        read_machine(machine)
-    shared: dict[str, Any] = {
-        "steps": steps,
-        "nvtx": nvtx,
-        "trace": trace,
-        "machine": str(machine.resolve()) if machine is not None else "",
-    }
-    threads = None
-    if config is None:
-        script = Path(what)
-        if not script.is_file():
-            raise UsageError(f"no script at {what}; name a file, a recipe or a run directory")
-        text, request = "", Request(script=str(script), arguments=tuple(rest), **shared)
-    else:
-        config = choose_for_ranks(config, num_processes, num_processes).config
-        _check(config.layout, num_processes)
-        text, request, threads = dump_config(config), Request(**shared), config.threads
-    folder = tempfile.TemporaryDirectory(prefix="ridgeline-doctor-")
+    text, threads = "", None
+    if config is not None:
+        config = choose_for_ranks(config, asked.num_processes, asked.num_processes).config
+        _check_layout(config.layout, asked.num_processes)
+        text, threads = dump_config(config), config.threads
+    Request(
+        steps=asked.steps,
+        script=asked.what if config is None else "",
+        arguments=tuple(asked.rest) if config is None else (),
+        nvtx=asked.nvtx,
+        machine=str(asked.machine.resolve()) if asked.machine is not None else "",
+        trace=asked.trace,
+        climbs=asked.effort is not None,
+    ).write(folder)
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = ["-m", "ridgeline.doctor.worker", str(folder)]
+    quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    starter = Local(asked.num_processes, num_cores())
     try:
-        request.write(Path(folder.name))
-        (Path(folder.name) / CONFIG).write_text(text, encoding="utf-8")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        command = ["-m", "ridgeline.doctor.worker", folder.name]
-        quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        starter = Local(num_processes, num_cores())
-        starter.run(command, num_processes, Path(folder.name), threads, quiet)
+        starter.run(command, asked.num_processes, folder, threads, quiet)
     except KeyboardInterrupt:
-        folder.cleanup()
         raise RunError("interrupted; there is no verdict") from None
-    except BaseException:
-        folder.cleanup()
-        raise
-    return folder
 
 
-def _check(layout: str, num_processes: int) -> None:
+def _check_layout(layout: str, num_processes: int) -> None:
     from ridgeline.layout import Layout, check_available, require_layout
 
     said = Layout.parse_for(layout, num_processes, "layout")
     require_layout(said, "layout")
     for finding in check_available(said):
         raise UsageError(str(finding))
-
-
-def _name_of(what: str) -> str:
-    return f"doctor-{Path(what).stem}"
-
-
-def _answer(
-    folder: Path, name: str, out: Path | None, as_json: bool, config: RunConfig | None
-) -> tuple[dict[str, Any], Path, Measured]:
-    from ridgeline.doctor.request import TRACE, read_answers
-    from ridgeline.rundir import RunDir
-
-    ranks, timeline = read_answers(folder)
-    if not ranks:
-        raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
-    if out is None:
-        out = RunDir.create(Path("runs"), name).path
-    return _conclude(ranks, timeline, out, as_json, folder / TRACE, config), out, ranks[0]
 
 
 def _conclude(
@@ -284,6 +270,41 @@ def _conclude(
     return value
 
 
+def _climb(
+    asked: Asked, config: RunConfig | None, out: Path, measured: Measured, effort: Effort
+) -> dict[str, Any]:
+    """From the measured state as far as it goes; the ladder as plain values."""
+    import dataclasses
+
+    from ridgeline.doctor.climb import CLIMBED, RECIPE, climb, climb_script
+
+    def say(text: str) -> None:
+        typer.echo(text, err=asked.as_json)
+
+    # The launcher of the measurement has left a handler of its own behind.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    say("\nclimbing; every state has its own process, and what is compared takes turns\n")
+    try:
+        if config is None:
+            script = Path(asked.what)
+            ladder = climb_script(
+                script, asked.rest, out, measured=measured, effort=effort, say=say
+            )
+            say(f"\nwritten: {CLIMBED}, ladder.json, ladder.svg in {out}")
+            use = f"RIDGELINE_TUNE={out / CLIMBED} python {script}, or ridgeline.start(tune=...) in it"
+        else:
+            ladder = climb(config, out, measured=measured, effort=effort, say=say)
+            say(f"\nwritten: {RECIPE}, ladder.json, ladder.svg in {out}")
+            use = f"ridgeline train {out / RECIPE}"
+    except OSError as error:
+        raise RunError(f"cannot climb in {out} ({error.strerror}); name another --out") from error
+    if ladder.interrupted:
+        raise RunError(f"interrupted; what was climbed so far is in {out}")
+    if ladder.overrides:
+        say(f"use it: {use}")
+    return dataclasses.asdict(ladder)
+
+
 def _compare(run: RunDir, measured: Measured) -> list[Compared]:
     from ridgeline.plan.kept import compare_run
 
@@ -298,12 +319,8 @@ def list_remedies(measured: Measured, config: RunConfig | None) -> list[str]:
     whose settings are in its code."""
     if config is None:
         return []
-    try:
-        from ridgeline.doctor.remedies.table import (  # type: ignore[import-not-found,unused-ignore]
-            REMEDIES,
-        )
-    except ImportError:
-        return []
+    from ridgeline.doctor.remedies.table import REMEDIES
+
     found = []
     for name, remedy in REMEDIES.items():
         reason = remedy.applies(measured, config)

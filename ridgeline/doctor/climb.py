@@ -2,9 +2,10 @@
 
 Every state runs in a process of its own (`states.py`) from the same seed on the same samples. A remedy
 is kept when it is faster by more than the noise of the turns and the loss curve stays where the baseline's
-is. Compiled code is kept in the climb's folder, so that a state that was compiled once starts sooner. An
-interrupt ends the climb where it is, with what was kept so far. Called by `ridgeline doctor --climb`;
-itself imports without torch.
+is. At the end the baseline and the last state run side by side once more: a product of gains that were
+each chosen for being large tends to be too large. Compiled code is kept in the climb's folder, so that a
+state that was compiled once starts sooner. An interrupt ends the climb where it is, with what was kept so
+far. Called by `ridgeline doctor --climb`; itself imports without torch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.config import RunConfig, dump_config, load_config
-from ridgeline.doctor.ladder import Ladder, Rung, show_ladder
+from ridgeline.doctor.ladder import (
+    FOR_GPUS,
+    NO_TIME,
+    NOTHING_TO_DO,
+    TOO_LITTLE,
+    Ladder,
+    Raced,
+    Rung,
+    Untried,
+    show_ladder,
+    show_rate,
+)
+from ridgeline.doctor.losses import difference, judge_losses
 from ridgeline.doctor.model_look import SCRIPT
+from ridgeline.doctor.race import race, spread_of, tell_gain
 from ridgeline.doctor.remedies.contract import (
     ATTENTION,
     CONVOLUTION,
@@ -48,8 +62,6 @@ from ridgeline.train.settings import write_settings
 
 LEAST_PREDICTED = 1.001
 """A remedy that does not promise this much is not worth a process."""
-FIRST_LOSS = 4.0
-"""The first loss is of the same weights and samples: it may be off by so many times the bound."""
 RECIPE, CLIMBED = "recipe.yaml", "climbed.yaml"
 """The winning settings, of a recipe and of a script."""
 
@@ -60,27 +72,71 @@ Start = Callable[[RunConfig, str, Path, Effort], Candidate]
 class _Ascent:
     """How far a climb has come."""
 
+    baseline: RunConfig
     kept: Candidate
     effort: Effort
     start: Start
     work: Path
+    say: Callable[[str], None]
+    begun: float
     unit: str = ""
     per_step: float = 0.0
     baseline_losses: list[float] = field(default_factory=list)
+    baseline_cost_s: float = 0.0
+    """What a remedy takes if it starts and steps as the baseline does."""
+    costs_s: list[float] = field(default_factory=list)
+    """What each remedy took that was raced."""
     rungs: list[Rung] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
+    untried: list[Untried] = field(default_factory=list)
+    raced: Raced | None = None
+    not_raced: str = ""
     interrupted: bool = False
 
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self.begun
+
+    @property
+    def is_late(self) -> bool:
+        return self.spent_s > self.effort.budget_s
+
+    @property
+    def times(self) -> float:
+        """Of the last kept state over the baseline."""
+        return [rung.times or 1.0 for rung in self.rungs if rung.kept][-1]
+
+    @property
+    def next_cost_s(self) -> float:
+        return statistics.median(self.costs_s) if self.costs_s else self.baseline_cost_s
+
+    def add(self, rung: Rung) -> None:
+        """With the figures over the baseline where it was raced."""
+        if rung.gain is not None:
+            times, rate = self.times * rung.gain, self.rungs[0].rate
+            rung = dataclasses.replace(rung, times=times, rate=rate and rate * times)
+        self.rungs.append(rung)
+        self.say(_line(rung, self.unit))
+
     def ladder(self) -> Ladder:
+        effort = self.effort
         return Ladder(
             self.unit,
-            self.effort.check_steps,
-            self.effort.loss_bound,
+            effort.check_steps,
+            effort.loss_bound,
             tuple(self.rungs),
             tuple(self.overrides),
             tuple(self.advice),
             self.interrupted,
+            units_per_step=self.per_step,
+            rounds=effort.rounds,
+            steps=effort.steps,
+            raced=self.raced,
+            not_raced="it was interrupted" if self.interrupted else self.not_raced,
+            untried=tuple(self.untried),
+            budget_s=effort.budget_s if math.isfinite(effort.budget_s) else None,
+            spent_s=self.spent_s,
         )
 
 
@@ -141,18 +197,19 @@ def climb_script(
     )
 
     def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
-        plain = name == BASELINE
+        plain = name in (BASELINE, AGAIN)
         return ScriptCandidate(config, name, folder, effort, script, arguments, plain)
 
     def write(config: RunConfig, ladder: Ladder) -> None:
-        times = ladder.best.times or 1.0
-        comment = f"ridgeline doctor {script.name} --climb: {times:.2f} times the script as it is"
+        comment = (
+            f"ridgeline doctor {script.name} --climb: {ladder.times:.2f} times the script as it is"
+        )
         write_settings(script_settings(config), out / CLIMBED, comment)
 
     return _climb(config, out, start, write, "script", measured, remedies, effort, say)
 
 
-BASELINE = "baseline"
+BASELINE, AGAIN = "baseline", "baseline-again"
 
 
 def _climb(
@@ -169,11 +226,11 @@ def _climb(
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     kept = start(config, BASELINE, out / "states", effort)
-    ascent = _Ascent(kept, effort, start, out / "states")
+    ascent = _Ascent(config, kept, effort, start, out / "states", say, begun)
     try:
         _begin(ascent, what)
-        say(_line(ascent.rungs[-1], ascent.unit))
-        _go(ascent, measured, remedies, begun, say)
+        _go(ascent, measured, remedies)
+        _race_whole(ascent)
     except KeyboardInterrupt:
         ascent.interrupted = True
         if not ascent.rungs:
@@ -192,14 +249,17 @@ def _climb(
 
 
 def _begin(ascent: _Ascent, what: str) -> None:
-    """The state that everything is compared with."""
+    """The state that everything is compared with: its losses, and turns enough to know their spread."""
     kept, effort = ascent.kept, ascent.effort
     try:
         kept.check(effort)
-        kept.turns.append(kept.run(effort.warm_up, effort.steps))
+        checked_s = ascent.spent_s
+        for _ in range(effort.rounds):
+            kept.turns.append(kept.run(effort.warm_up, effort.steps))
     except RunError as error:
         raise_as_usage(error)
         raise RunError(f"the {what} does not run as it is: {error}") from error
+    ascent.baseline_cost_s = checked_s + 2 * (ascent.spent_s - checked_s)
     ascent.baseline_losses = kept.losses[: effort.check_steps]
     if len(ascent.baseline_losses) < effort.check_steps:
         raise UsageError(
@@ -208,57 +268,102 @@ def _begin(ascent: _Ascent, what: str) -> None:
         )
     ascent.unit = kept.last["unit"]
     ascent.per_step = kept.last["samples"] * kept.last["units_per_sample"]
-    first = _rung(
-        kept, BASELINE, (), ascent.per_step, kept=True, why=f"the {what} as it is", times=1.0
-    )
-    ascent.rungs.append(first)
+    first = _rung(kept, BASELINE, (), True, f"the {what} as it is")
+    rate = ascent.per_step / first.step_s if first.step_s else None
+    ascent.add(dataclasses.replace(first, times=1.0, rate=rate))
 
 
-def _go(
-    ascent: _Ascent,
-    measured: Step | None,
-    remedies: Mapping[str, Remedy],
-    begun: float,
-    say: Callable[[str], None],
-) -> None:
-    times = 1.0
-    step: Step = ascent.kept.parts()
+def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) -> None:
+    """One remedy after the other, until none is left that promises anything, or no time."""
+    step = ascent.kept.parts()
     seen: Step = measured if measured is not None else step
     if measured is not None:
-        step = carry(measured, ascent.kept.parts())
+        step = carry(measured, step)
     waiting = {}
     for remedy in remedies.values():
         reason = remedy.applies(seen, ascent.kept.config) if remedy.advice else None
         if reason is not None:
             ascent.advice.append(f"{remedy.name}: {reason}; {remedy.advice}")
-            say(f"by hand: {ascent.advice[-1]}")
+            ascent.say(f"by hand: {ascent.advice[-1]}")
         elif not remedy.advice:
             waiting[remedy.name] = remedy
     while True:
-        if time.monotonic() - begun > ascent.effort.budget_s:
-            say("no time is left for further remedies")
+        found = _rank(waiting, step, ascent.kept.config)
+        if ascent.is_late or not found or found[0][0] < LEAST_PREDICTED:
+            ascent.untried = [*_left(ascent, found), *_outside(waiting, found, ascent, step)]
             return
-        found = _next(waiting, step, ascent.kept.config)
-        if found is None:
-            return
-        remedy, predicted, _ = found
+        predicted, remedy, _ = found[0]
         del waiting[remedy.name]
         changes = tuple(remedy.change(ascent.kept.config))
+        begun = ascent.spent_s
         rung, candidate = _try(remedy.name, changes, ascent, predicted)
         if rung.gain is not None:
-            rate = ascent.per_step / (rung.step_s or math.inf)
-            rung = dataclasses.replace(rung, times=times * rung.gain, rate=rate)
-        ascent.rungs.append(rung)
-        say(_line(rung, ascent.unit))
+            ascent.costs_s.append(ascent.spent_s - begun)
+        ascent.add(rung)
         if candidate is None:
             continue
         before, ascent.kept = ascent.kept, candidate
         before.close()
-        times = rung.times or times
         ascent.overrides += changes
         step = carry(step, candidate.parts())
         if remedy.repeats:
             waiting[remedy.name] = remedy
+
+
+def _left(ascent: _Ascent, found: Sequence[tuple[float, Remedy, str]]) -> list[Untried]:
+    """What was not tried, in the order in which it would have been, with the budget that each needs."""
+    untried, needed_s = [], ascent.spent_s
+    for gain, remedy, reason in found:
+        if gain < LEAST_PREDICTED:
+            untried.append(Untried(remedy.name, TOO_LITTLE, gain, reason))
+            continue
+        needed_s += ascent.next_cost_s
+        budget_s = 10.0 * math.ceil(needed_s / 10.0)
+        untried.append(Untried(remedy.name, NO_TIME, gain, reason, budget_s))
+    return untried
+
+
+def _outside(
+    waiting: Mapping[str, Remedy],
+    found: Sequence[tuple[float, Remedy, str]],
+    ascent: _Ascent,
+    step: Parts,
+) -> list[Untried]:
+    """What does not apply: because of the device, if it would on a GPU."""
+    applying = {remedy.name for _, remedy, _ in found}
+    on_gpu = dataclasses.replace(step, device_kind="cuda")
+    return [
+        Untried(
+            name, NOTHING_TO_DO if remedy.applies(on_gpu, ascent.kept.config) is None else FOR_GPUS
+        )
+        for name, remedy in waiting.items()
+        if name not in applying
+    ]
+
+
+def _race_whole(ascent: _Ascent) -> None:
+    """The baseline against the last kept state, where more than one remedy lies between them: a single
+    one's own turns have said it."""
+    if len([rung for rung in ascent.rungs if rung.kept]) < 3:
+        return
+    if ascent.is_late:
+        ascent.not_raced = NO_TIME
+        return
+    again = ascent.start(ascent.baseline, AGAIN, ascent.work, ascent.effort)
+    wait_s = 30.0
+    try:
+        again.check(ascent.effort)
+        raced = race(again, ascent.kept, ascent.effort)
+    except RunError as error:
+        ascent.not_raced = str(error)[:200]
+        return
+    except KeyboardInterrupt:
+        wait_s = 0.5
+        raise
+    finally:
+        again.close(wait_s)
+    ratios = raced.ratios
+    ascent.raced = Raced(raced.gain, min(ratios), max(ratios), len(ratios))
 
 
 def carry(step: Step, parts: Parts) -> Parts:
@@ -277,22 +382,16 @@ def carry(step: Step, parts: Parts) -> Parts:
     )
 
 
-def _next(
+def _rank(
     remedies: Mapping[str, Remedy], step: Step, config: RunConfig
-) -> tuple[Remedy, float, str] | None:
-    """The one that promises most of those that apply."""
+) -> list[tuple[float, Remedy, str]]:
+    """Those that apply with the gain they promise and why, the most promising first."""
     found = []
     for remedy in remedies.values():
         reason = remedy.applies(step, config)
-        if reason is None:
-            continue
-        gain = remedy.predicted_gain(step, config)
-        if gain >= LEAST_PREDICTED:
-            found.append((gain, remedy, reason))
-    if not found:
-        return None
-    gain, remedy, reason = max(found, key=lambda entry: entry[0])
-    return remedy, gain, reason
+        if reason is not None:
+            found.append((remedy.predicted_gain(step, config), remedy, reason))
+    return sorted(found, key=lambda entry: -entry[0])
 
 
 def _try(
@@ -314,17 +413,20 @@ def _try(
         apart = difference(losses[: effort.check_steps], baseline)
         problem = judge_losses(losses, baseline, effort)
         if problem:
-            rung = _rung(candidate, name, changes, 0, False, problem, predicted, apart)
-            return rung, None
-        gain, noise = _compare(kept, candidate, effort)
+            return _rung(candidate, name, changes, False, problem, predicted, apart), None
+        raced = race(kept, candidate, effort)
+        gain, noise = raced.gain, raced.noise(effort.least_gain)
         keep = gain > 1 + noise
-        why = (
-            f"{gain - 1:+.1%}, noise {noise:.1%}"
-            if keep
-            else f"{gain - 1:+.1%} is not above the noise of {noise:.1%}"
+        rung = _rung(candidate, name, changes, keep, tell_gain(gain, noise), predicted, apart)
+        before_s, step_s = raced.middle_s
+        rung = dataclasses.replace(
+            rung,
+            gain=gain,
+            noise=noise,
+            before_s=before_s,
+            step_s=step_s,
+            before_turns_s=raced.before_s,
         )
-        rung = _rung(candidate, name, changes, 0, keep, why, predicted, apart)
-        rung = dataclasses.replace(rung, gain=gain, noise=noise)
         return rung, candidate if keep else None
     except RunError as error:
         return dataclasses.replace(dropped, why=f"it failed: {error}"[:200]), None
@@ -334,44 +436,6 @@ def _try(
     finally:
         if not keep:
             candidate.close(wait_s)
-
-
-def _compare(kept: Candidate, candidate: Candidate, effort: Effort) -> tuple[float, float]:
-    """Gain and the noise it has to exceed, from turns one after the other, in changing order."""
-    pairs: list[tuple[float, float]] = []
-    for number in range(effort.rounds):
-        spent = {}
-        for state in (kept, candidate) if number % 2 else (candidate, kept):
-            spent[state.name] = state.run(effort.warm_up, effort.steps)
-            state.turns.append(spent[state.name])
-        pairs.append((spent[kept.name], spent[candidate.name]))
-    ratios = [before / after for before, after in pairs]
-    gain = statistics.median(ratios)
-    # Only how far it falls counts: a gain that is sometimes larger is no less sure.
-    low = statistics.quantiles(ratios, n=4)[0] if len(ratios) > 2 else min(ratios)
-    return gain, max(gain - low, effort.least_gain)
-
-
-def difference(losses: list[float], baseline: list[float]) -> float:
-    """Of the means of the last quarters, relative."""
-    last = max(1, len(baseline) // 4)
-    mine, theirs = statistics.fmean(losses[-last:]), statistics.fmean(baseline[-last:])
-    return (mine - theirs) / abs(theirs) if theirs else math.copysign(math.inf, mine - theirs)
-
-
-def judge_losses(losses: list[float], baseline: list[float], effort: Effort) -> str:
-    """What is wrong with a loss curve beside the baseline's; empty when nothing is."""
-    losses = losses[: len(baseline)]
-    for step, loss in enumerate(losses):
-        if not math.isfinite(loss) and math.isfinite(baseline[step]):
-            return f"the loss is {loss} at step {step + 1}"
-    first = abs(losses[0] - baseline[0]) / max(abs(baseline[0]), 1e-12)
-    if first > FIRST_LOSS * effort.loss_bound:
-        return f"the first loss is {first:.2%} off, so it computes something else"
-    apart = difference(losses, baseline)
-    if abs(apart) > effort.loss_bound:
-        return f"the loss is {apart:+.2%} off after {len(baseline)} steps"
-    return ""
 
 
 def change_config(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
@@ -390,29 +454,27 @@ def _rung(
     state: Candidate,
     name: str,
     overrides: tuple[str, ...],
-    per_step: float,
     kept: bool,
     why: str,
     predicted: float | None = None,
     loss_difference: float | None = None,
-    times: float | None = None,
 ) -> Rung:
-    step_s = statistics.median(state.turns) if state.turns else None
+    """What a state's own process says of it."""
     return Rung(
         name,
         overrides,
         kept,
         why,
         predicted,
-        step_s=step_s,
-        rate=per_step / step_s if step_s and per_step else None,
-        times=times,
+        step_s=statistics.median_low(state.turns) if state.turns else None,
         peak_bytes=state.peak_bytes or None,
         loss_difference=loss_difference,
         tenth_step_s=state.tenth_step_s,
+        turns_s=tuple(state.turns),
+        spread=spread_of(state.turns),
     )
 
 
 def _line(rung: Rung, unit: str) -> str:
-    rate = f"{rung.rate:,.0f} {unit}/s, " if rung.rate else ""
+    rate = f"{show_rate(rung.rate, unit)}, " if rung.rate else ""
     return f"{rung.name}: {rate}{'kept' if rung.kept else 'dropped'}: {rung.why}"

@@ -1,6 +1,8 @@
 """The ladder of a climb: every state that was tried, as a table, as JSON and as a picture.
 
-Called by `climb.py`; imports without torch.
+Its figures agree with each other: a factor is found in turns with the last kept state, the factor over the
+baseline is the product of those, and a throughput is the baseline's times that factor. What each state's
+own turns took stands beside them, with their spread. Called by `climb.py`; imports without torch.
 """
 
 from __future__ import annotations
@@ -10,6 +12,15 @@ import json
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+
+from ridgeline.machine.picture import duration
+
+DISAGREE = (
+    "these differ by more than their noise: the machine did other work meanwhile, or the remedies do not "
+    "add up; climb again when it is idle"
+)
+STEADY = 0.05
+"""Own turns that are further than this from the baseline's pace are worth a line."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +35,61 @@ class Rung:
     predicted: float | None = None
     """Gain over the last kept state that the remedy expected."""
     gain: float | None = None
-    """Gain over the last kept state that was measured, in turns with it."""
+    """Gain over the last kept state, measured in turns with it: the middle one of the turns' ratios."""
     noise: float = 0.0
-    """What a gain has to exceed: from the median of the turns' gains down to their lower quartile."""
+    """What a gain has to exceed: from it down to the lower quartile of the turns' ratios."""
     step_s: float | None = None
+    """Of its turn in the middle: the one that `gain` is of, and the baseline's own median."""
     rate: float | None = None
-    """Units a second."""
+    """Units a second: the baseline's in its own turns, times `times`."""
     times: float | None = None
-    """Over the baseline: the gains of the kept states, multiplied."""
+    """Over the baseline: the gains of the kept states and its own, multiplied."""
     peak_bytes: float | None = None
     loss_difference: float | None = None
     """Of the mean of the last quarter of the losses that were compared, relative to the baseline's."""
     tenth_step_s: float | None = None
     """From the start of the process to the end of its tenth step."""
+    turns_s: tuple[float, ...] = ()
+    """Seconds a step of each of its own turns."""
+    before_turns_s: tuple[float, ...] = ()
+    """Of the last kept state's turns, each beside the one in `turns_s` in the same place."""
+    spread: float | None = None
+    """Half the distance from the fastest of its turns to the slowest, as a share of the median."""
+    before_s: float | None = None
+    """Of the last kept state's turn beside the one of `step_s`; `gain` is this over that."""
+
+
+@dataclass(frozen=True)
+class Untried:
+    """A remedy that was not tried."""
+
+    name: str
+    why: str
+    """One of the reasons below."""
+    predicted: float | None = None
+    """Gain over the last kept state that it expects, where it applies."""
+    helps: str = ""
+    """Why it may help, where it applies."""
+    budget_s: float | None = None
+    """The budget that would have reached it, going by what the others took, where time was the reason."""
+
+
+NO_TIME = "no time was left"
+TOO_LITTLE = "they promise next to nothing"
+FOR_GPUS = "they are for GPUs"
+NOTHING_TO_DO = "they are there already, or this training has nothing that they change"
+
+
+@dataclass(frozen=True)
+class Raced:
+    """The baseline and the last kept state once more, side by side."""
+
+    times: float
+    """The middle one of the turns' ratios."""
+    low: float
+    high: float
+    """The least and the largest of them."""
+    num_turns: int
 
 
 @dataclass(frozen=True)
@@ -50,10 +103,28 @@ class Ladder:
     advice: tuple[str, ...] = ()
     """What would help and is in the user's own hands."""
     interrupted: bool = False
+    units_per_step: float = 0.0
+    rounds: int = 0
+    """Turns of each state in a comparison."""
+    steps: int = 0
+    """Timed steps a turn."""
+    raced: Raced | None = None
+    """None where one remedy or none was kept, so that its own turns say it already, or it could not be."""
+    not_raced: str = ""
+    """Why it could not be."""
+    untried: tuple[Untried, ...] = ()
+    budget_s: float | None = None
+    """None where there was no end to it."""
+    spent_s: float = 0.0
 
     @property
     def best(self) -> Rung:
         return [rung for rung in self.rungs if rung.kept][-1]
+
+    @property
+    def times(self) -> float:
+        """The whole climb's factor: raced where it was, else the product of the gains that were kept."""
+        return self.raced.times if self.raced is not None else self.best.times or 1.0
 
     def write(self, folder: Path) -> None:
         values = dataclasses.asdict(self)
@@ -62,10 +133,14 @@ class Ladder:
 
 
 HEAD = (
+    "state",
     "step",
-    "throughput",
-    "x baseline",
+    "spread",
+    "before",
+    "x before",
     "predicted",
+    "x baseline",
+    "throughput",
     "memory",
     "loss",
     "10th step",
@@ -74,7 +149,7 @@ HEAD = (
 
 
 def show_ladder(ladder: Ladder) -> str:
-    """The table that is printed, and how the loss was compared."""
+    """The table that is printed, how each of its figures was found, and what was not tried."""
     rows = [_row(rung, ladder.unit) for rung in ladder.rungs]
     widths = [max(len(row[i]) for row in (HEAD, *rows)) for i in range(len(HEAD))]
     widths[-1] = 0
@@ -82,14 +157,93 @@ def show_ladder(ladder: Ladder) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (HEAD, tuple("-" * width for width in widths), *rows)
     ]
-    lines.append("")
-    lines.append(
-        f"loss: mean of the last quarter of {ladder.check_steps} steps against the baseline's on the same "
-        f"samples; more than {ladder.loss_bound:.2%} apart is dropped"
-    )
-    if ladder.advice:
-        lines += ["", "by hand:", *(f"  {text}" for text in ladder.advice)]
+    for paragraph in (_whole(ladder), _notes(ladder), _untried(ladder), _advice(ladder)):
+        lines += ["", *paragraph] if paragraph else []
     return "\n".join(lines)
+
+
+def _whole(ladder: Ladder) -> list[str]:
+    """What the climb came to."""
+    kept = [rung.name for rung in ladder.rungs[1:] if rung.kept]
+    if not kept:
+        tried = len(ladder.rungs) - 1
+        if tried:
+            return [f"nothing is kept: none of {tried} remedies is both faster and right"]
+        late = any(one.why == NO_TIME for one in ladder.untried)
+        if late or ladder.interrupted:
+            return ["nothing is kept: no remedy was tried"]
+        return ["nothing is kept: no remedy promises anything for this step"]
+    product = ladder.best.times or 1.0
+    raced = ladder.raced
+    if raced is not None:
+        unsure = sum(rung.noise / (rung.gain or 1.0) for rung in ladder.rungs if rung.kept)
+        agree = raced.low * (1 - unsure) <= product <= raced.high * (1 + unsure)
+        return [
+            f"{raced.times:.2f} times the baseline with {', '.join(kept)}: the two once more in "
+            f"{raced.num_turns} turns each ({raced.low:.2f} to {raced.high:.2f}); the product of the gains "
+            f"is {product:.2f}",
+            *([] if agree else [DISAGREE]),
+        ]
+    if len(kept) == 1:
+        return [f"{product:.2f} times the baseline with {kept[0]}"]
+    return [
+        f"{product:.2f} times the baseline with {', '.join(kept)}: the product of the gains; the two were "
+        f"not run side by side once more ({ladder.not_raced})"
+    ]
+
+
+def _notes(ladder: Ladder) -> list[str]:
+    """How each column was found."""
+    step = (
+        f"step: of the turn in the middle of {ladder.rounds}, of {ladder.steps} steps each; spread: half "
+        "the distance from the fastest turn to the slowest"
+    )
+    compared = (
+        "before: the last kept state's step in the turn beside it; x before: this over that, the middle "
+        "one of the turns' ratios; x baseline: those that were kept and its own, multiplied",
+        "throughput: the baseline's, times x baseline, so that slow minutes of the machine do not enter"
+        + _pace(ladder),
+        f"loss: mean of the last quarter of {ladder.check_steps} steps against the baseline's on the same "
+        f"samples; more than {ladder.loss_bound:.2%} apart is dropped",
+    )
+    tenth = "10th step: from the start of the state's process to the end of its tenth step"
+    return [step, *(compared if len(ladder.rungs) > 1 else ()), tenth]
+
+
+def _pace(ladder: Ladder) -> str:
+    """How far the states' own turns are from the pace of the baseline's."""
+    off = [
+        ladder.units_per_step / rung.step_s / rung.rate - 1
+        for rung in ladder.rungs
+        if rung.step_s and rung.rate
+    ]
+    most = max(off, key=abs, default=0.0)
+    if abs(most) < STEADY:
+        return ""
+    return f" (their own turns are up to {abs(most):.0%} {'faster' if most > 0 else 'slower'})"
+
+
+def _untried(ladder: Ladder) -> list[str]:
+    """Those that time was too short for one by one, the others by reason."""
+    late = [one for one in ladder.untried if one.why == NO_TIME]
+    lines = []
+    if late:
+        lines.append(
+            f"not tried, since --budget {ladder.budget_s or 0:.0f} was over after {ladder.spent_s:.0f} s:"
+        )
+    lines += [
+        f"  {one.name} (up to x{one.predicted or 1.0:.2f}): {one.helps}; about --budget "
+        f"{one.budget_s or 0:.0f} would reach it"
+        for one in late
+    ]
+    for why in (TOO_LITTLE, FOR_GPUS, NOTHING_TO_DO):
+        names = [one.name for one in ladder.untried if one.why == why]
+        lines += [f"not tried, since {why}: {', '.join(names)}"] if names else []
+    return lines
+
+
+def _advice(ladder: Ladder) -> list[str]:
+    return ["by hand:", *(f"  {text}" for text in ladder.advice)] if ladder.advice else []
 
 
 def _row(rung: Rung, unit: str) -> tuple[str, ...]:
@@ -98,17 +252,22 @@ def _row(rung: Rung, unit: str) -> tuple[str, ...]:
 
     return (
         rung.name,
-        text(
-            rung.rate,
-            "{:,.0f} " + unit + "/s" if (rung.rate or 0) >= 100 else "{:.2f} " + unit + "/s",
-        ),
-        text(rung.times, "{:.2f}"),
+        "" if rung.step_s is None else duration(rung.step_s),
+        text(rung.spread, "±{:.1%}"),
+        "" if rung.before_s is None else duration(rung.before_s),
+        text(rung.gain, "{:.2f}"),
         text(rung.predicted, "{:.2f}"),
+        text(rung.times, "{:.2f}"),
+        "" if rung.rate is None else show_rate(rung.rate, unit),
         text(rung.peak_bytes and rung.peak_bytes / 1e9, "{:.1f} GB"),
         text(rung.loss_difference, "{:+.3%}"),
         text(rung.tenth_step_s, "{:.1f} s"),
         f"{'kept' if rung.kept else 'dropped'}: {rung.why}",
     )
+
+
+def show_rate(rate: float, unit: str) -> str:
+    return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.2f} {unit}/s"
 
 
 def draw_ladder(ladder: Ladder) -> str:
@@ -122,7 +281,7 @@ def draw_ladder(ladder: Ladder) -> str:
         y = 8 + number * height
         length = width * (rung.times or 0.0) / most
         style = 'fill="#2f6fb0"' if rung.kept else 'fill="none" stroke="#b0562f"'
-        rate = f"{rung.times:.2f}x · {rung.rate or 0:,.0f} {ladder.unit}/s"
+        rate = f"{rung.times:.2f}x · {show_rate(rung.rate or 0.0, ladder.unit)}"
         bars.append(
             f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(rung.name)}</text>'
             f'<rect x="{left}" y="{y + 2}" width="{length:.1f}" height="{height - 8}" {style}>'

@@ -58,6 +58,8 @@ class Options:
     machine: Path | None = None
     """A machine.json; without one the device is measured quickly."""
     keep_trace: Path | None = None
+    climbs: bool = False
+    """Whether remedies are to be tried afterwards, so that a script has to have a job."""
 
 
 @dataclass(frozen=True)

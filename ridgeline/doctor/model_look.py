@@ -38,7 +38,7 @@ class Look:
 
 
 def look_at(config: RunConfig) -> Look:
-    """Nothing where the model cannot be built on the meta device."""
+    """Nothing where the model cannot be built on the meta device, or there is no torch."""
     if config.model.name == SCRIPT:
         return Look(**config.model.args)
     return _look(config.model.name, json.dumps(config.model.args, sort_keys=True, default=str))
@@ -46,11 +46,11 @@ def look_at(config: RunConfig) -> Look:
 
 @lru_cache(maxsize=16)
 def _look(name: str, args: str) -> Look:
-    import torch
-
-    from ridgeline.models.build import build_model
-
     try:
+        import torch
+
+        from ridgeline.models.build import build_model
+
         with torch.device("meta"):
             model = build_model(name, **json.loads(args))
     except Exception:

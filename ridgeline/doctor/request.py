@@ -27,6 +27,7 @@ class Request:
     nvtx: bool = False
     machine: str = ""
     trace: bool = False
+    climbs: bool = False
 
     def write(self, folder: Path) -> None:
         (folder / REQUEST).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")

@@ -2,7 +2,8 @@
 
 A step is over when an optimizer's `step` is, which torch tells every hook that asks; waits for data are
 those of torch's loader, which `job.loader` is made of. Checkpoints that the script would write through
-`job.checkpoints` are not written; files that it writes itself are its own affair. Called by `worker.py`.
+`job.checkpoints` are not written; files that it writes itself are its own affair. One that is to be climbed
+and has no job by its first step is ended there, before anything is measured. Called by `worker.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from torch.autograd.profiler import record_function
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
+from ridgeline.doctor.interface import tell_missing
 from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline
 from ridgeline.doctor.probe import Probe
-from ridgeline.errors import RunError
+from ridgeline.errors import RunError, UsageError
 from ridgeline.machine.roofline import ComputeFacts
+from ridgeline.train.job import Job
 from ridgeline.train.own import OwnCheckpoints
 
 
@@ -40,6 +43,8 @@ class _Watch:
         self.optimizer: Optimizer | None = None
         self.roofline: ComputeFacts | None = None
         self.num_steps = 0
+        self.has_job = False
+        """Whether the script has given a model to `job.parallelize`."""
         self._depth = 0
         self._is_due = False
 
@@ -55,7 +60,14 @@ class _Watch:
         if self.probe is not None and self.probe.step_done():
             raise Enough
 
+    @property
+    def lacks_job(self) -> bool:
+        """Whether what it is to be measured for cannot be done with it; known from the first step on."""
+        return self._options.climbs and not self.has_job
+
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.lacks_job:
+            raise Enough
         if self.probe is None:
             self.optimizer = optimizer
             device = next(p.device for g in optimizer.param_groups for p in g["params"])
@@ -83,6 +95,8 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
         raise
     finally:
         handle.remove()
+    if watch.lacks_job:
+        raise UsageError(tell_missing(path))
     probe = watch.probe
     if probe is None or not probe.is_enough:
         done = 0 if probe is None else probe.num_done
@@ -119,9 +133,10 @@ def run_script(path: Path, arguments: list[str]) -> None:
 
 @contextmanager
 def _watched(watch: _Watch) -> Iterator[None]:
-    """Torch's loader tells when it is asked for a batch, and its annotations when they begin and end."""
+    """Torch's loader tells when it is asked for a batch, its annotations when they begin and end, and a job
+    that it was given a model."""
     loader, notes = dataloader._BaseDataLoaderIter, record_function
-    before = loader.__next__, notes.__enter__, notes.__exit__
+    before = loader.__next__, notes.__enter__, notes.__exit__, Job.parallelize
 
     def next_batch(self: Any) -> Any:
         if watch.probe is None:
@@ -139,13 +154,19 @@ def _watched(watch: _Watch) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             watch.closed()
 
+    def parallelize(self: Job, *args: Any, **options: Any) -> Any:
+        watch.has_job = True
+        return before[3](self, *args, **options)
+
     loader.__next__ = next_batch  # type: ignore[method-assign]
     notes.__enter__, notes.__exit__ = enter, leave  # type: ignore[method-assign]
+    Job.parallelize = parallelize  # type: ignore[method-assign]
     try:
         yield
     finally:
         loader.__next__ = before[0]  # type: ignore[method-assign]
-        notes.__enter__, notes.__exit__ = before[1:]  # type: ignore[method-assign]
+        notes.__enter__, notes.__exit__ = before[1:3]  # type: ignore[method-assign]
+        Job.parallelize = before[3]  # type: ignore[method-assign]
 
 
 @contextmanager

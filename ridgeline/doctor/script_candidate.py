@@ -28,16 +28,12 @@ from torch.optim.optimizer import (
 from torch.utils.data import dataloader
 
 from ridgeline.doctor.candidate import device_facts
+from ridgeline.doctor.interface import tell_missing
 from ridgeline.doctor.model_look import look_of
 from ridgeline.doctor.script import Enough, no_checkpoints, run_script
 from ridgeline.errors import UsageError
 from ridgeline.machine.describe import peak_memory_bytes
 from ridgeline.train.job import Job, JobLoader
-
-FIVE_LINES = (
-    "`import ridgeline`, `job = ridgeline.start()`, `model = job.parallelize(model)`, "
-    "`loader = job.loader(dataset, batch_size=...)`, `job.mean(loss)`"
-)
 
 
 class Turns:
@@ -114,10 +110,7 @@ class Turns:
             torch.cuda.synchronize()
         spent = time.perf_counter() - self._begun
         if self.job is None:
-            raise UsageError(
-                f"{self._script} does not use Ridgeline's interface, so that nothing can be tried on it "
-                f"from outside; five lines do it: {FIVE_LINES} (docs/train.md)"
-            )
+            raise UsageError(tell_missing(self._script))
         steps = max(self._all_timed, 1)
         assert self._first is not None
         self.answer(

@@ -332,13 +332,12 @@ def _even_out(ops: Sequence[Op]) -> None:
 
 
 def _long_pause(trace: Trace, taken: Taken, gap: Span, seconds: float, num_ranks: int) -> float:
-    """Blame a pause on communication or on a line of code; returns what is left unexplained of it."""
+    """Blame a pause on communication or on a line of code; returns what of it counts as launching."""
     samples = trace.samples_in(*gap)
     if not samples:
-        if gap[1] - gap[0] < 10 * SHORT_US:
-            return seconds
-        taken.host_s += seconds
-        return 0.0
+        # A long one in which not even the thread that looks got to run is no line's doing: the process did
+        # not have the core, or nobody can say. It stays unexplained.
+        return seconds if gap[1] - gap[0] < 10 * SHORT_US else 0.0
     engine = sum(s.state == "backward" for s in samples) / len(samples)
     # Inside torch's engine there is no Python to blame: alone it is between two ops, with other ranks it
     # waits for them.

@@ -1,7 +1,8 @@
 """What holds a training back: one of seven things, the share of the step it explains, and the evidence.
 
-A pure function over `Measured`, so that recorded measurements can be judged, and so that every limit
-stands here with its reason. Called by `ridgeline doctor`; imports without torch.
+Where more of the step is not explained than the largest of them explains, that is the verdict. A pure
+function over `Measured`, so that recorded measurements can be judged, and so that every limit stands here
+with its reason. Called by `ridgeline doctor`; imports without torch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ from ridgeline.machine.picture import amount, duration
 DATA, HOST, LAUNCH, BANDWIDTH = "data", "host", "launch", "memory bandwidth"
 SIZE, COMMUNICATION, COMPUTE = "memory size", "communication", "compute"
 LIMITS = (DATA, HOST, LAUNCH, BANDWIDTH, SIZE, COMMUNICATION, COMPUTE)
+UNEXPLAINED = "not explained"
+"""In place of a limit: more of the step is nothing that was measured than the largest limit explains."""
+
+MUCH = 0.25
+"""From this share of the step on, the sentence begins with what is not explained: a cause that was not seen
+could be as large as those that are usually named."""
 
 FULL = 0.95
 """A device filled to this has no room for a larger batch: the allocator keeps the rest in pieces."""
@@ -74,6 +81,8 @@ class Verdict:
     evidence: tuple[str, ...]
     findings: tuple[Finding, ...]
     """All of them, the largest first; the first is the verdict's."""
+    unexplained: float = 0.0
+    """Share of the step that is nothing of what was measured."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -95,22 +104,41 @@ def judge(measured: Measured, others: Sequence[Measured] = ()) -> Verdict:
         evidence = (*full.evidence, *(first.evidence if first is not full else ()))
         first = dataclasses.replace(full, share=share, evidence=evidence)
         findings = [first, *(f for f in findings if f is not full)]
-    return _verdict(measured, first, findings)
+    if measured.share(measured.other_s) > first.share:
+        findings = [_unexplained(measured, first), *findings]
+    return _verdict(measured, findings)
 
 
-def _verdict(measured: Measured, first: Finding, findings: Sequence[Finding]) -> Verdict:
+def _verdict(measured: Measured, findings: Sequence[Finding]) -> Verdict:
+    first = findings[0]
     return Verdict(
         limit=first.limit,
         share=first.share,
         cause=first.cause,
         within=first.within,
-        sentence=_sentence(measured, first),
+        sentence=_sentence(measured, findings),
         evidence=first.evidence,
         findings=tuple(findings),
+        unexplained=measured.share(measured.other_s),
     )
 
 
-def _sentence(measured: Measured, first: Finding) -> str:
+def _sentence(measured: Measured, findings: Sequence[Finding]) -> str:
+    first = findings[0]
+    share = measured.share(measured.other_s)
+    unexplained = f"{share:.0%} of the step is not explained by what was measured"
+    if first.limit == UNEXPLAINED:
+        known = findings[1]
+        return (
+            f"{unexplained}, more than the {known.share:.0%} that is {known.limit} ({known.cause}), the "
+            "largest part that is"
+        )
+    if share > MUCH:
+        return f"{unexplained}; the rest is {_known(measured, first)}"
+    return _known(measured, first)
+
+
+def _known(measured: Measured, first: Finding) -> str:
     where = f" ({first.within})" if first.within else ""
     if first.limit == COMPUTE:
         reached = reached_share(measured)
@@ -118,6 +146,18 @@ def _sentence(measured: Measured, first: Finding) -> str:
         why = "" if first.cause == "arithmetic" else f": {first.cause}"
         return f"compute-bound{of}: {first.share:.0%} of the step is {first.within}{why}"
     return f"held back by {first.limit}: {first.share:.0%} of the step is {first.cause}{where}"
+
+
+def _unexplained(m: Measured, largest: Finding) -> Finding:
+    """What is left over when all that was seen is taken from the step, as a finding of its own."""
+    evidence = (
+        f"the parts that were seen add up to {duration(m.step_s - m.other_s)} of a step of "
+        f"{duration(m.step_s)}; the spread of the timed steps is {m.spread:.0%}",
+        "other work on the same cores looks so, and work that torch's profiler does not see: measure "
+        "again on a machine that is idle, or with more --steps",
+    )
+    cause = "nothing that was measured"
+    return Finding(UNEXPLAINED, m.share(m.other_s), cause, "", (*evidence, *largest.evidence))
 
 
 def _find(m: Measured) -> list[Finding]:
@@ -352,7 +392,7 @@ def _judge_slow_rank(m: Measured, slow: RankTime, at_fault: Measured | None) -> 
         evidence += [f"on rank {slow.rank}: {text}" for text in own[0].evidence]
     share = lost / slow.step_s if slow.step_s else 0.0
     first = Finding(limit, share, "one slow rank", f"rank {slow.rank}", tuple(evidence))
-    verdict = _verdict(m, first, [first, *findings])
+    verdict = _verdict(m, [first, *findings])
     sentence = (
         f"held back by rank {slow.rank}: the others wait {duration(lost)} ({share:.0%}) of each step for "
         f"it, and it is its {limit}"

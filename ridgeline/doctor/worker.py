@@ -48,6 +48,7 @@ def _measure(folder: Path, rank: int) -> None:
         nvtx=asked.nvtx,
         machine=Path(asked.machine) if asked.machine else None,
         keep_trace=folder / TRACE if asked.trace and rank == 0 else None,
+        climbs=asked.climbs,
     )
     if asked.script:
         seen = measure_script(Path(asked.script), list(asked.arguments), options)

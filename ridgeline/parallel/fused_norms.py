@@ -20,6 +20,7 @@ from torch import nn
 
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
+from ridgeline.parallel.derived import derive_class
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 """What models of `transformers` call from their attention; a function of the model's file."""
@@ -71,7 +72,7 @@ def _compiled(base: type[nn.Module], backend: str) -> type[nn.Module]:
     """The same class with its forward compiled. `Module.compile` silently does nothing for classes of
     torch's own, whose files its tracer passes over; a function of theirs that is handed over it takes."""
     forward = torch.compile(base.forward, dynamic=False, backend=backend)
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    return derive_class(base, forward, _compiled, backend)
 
 
 def _files_with_rotary(model: nn.Module) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,12 +178,15 @@ def prepare_model(model: nn.Module, layout: Layout, settings: Settings) -> None:
         model.__class__ = _narrow_class(type(model), dtype)
 
 
+@lru_cache(maxsize=64)
 def _narrow_class(base: type[nn.Module], dtype: torch.dtype) -> type[nn.Module]:
     """The same class, computing under autocast; what leaves it is float32 again, because the loss is the
     script's own and may know nothing of narrow types."""
     import torch
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
+
+    from ridgeline.parallel.derived import derive_class
 
     def widen(value: Tensor) -> Tensor:
         return value.float() if value.dtype is dtype else value
@@ -193,4 +197,4 @@ def _narrow_class(base: type[nn.Module], dtype: torch.dtype) -> type[nn.Module]:
             out = base.forward(self, *args, **options)
         return widen(out) if isinstance(out, Tensor) else tree_map_only(Tensor, widen, out)
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    return derive_class(base, forward, _narrow_class, dtype)

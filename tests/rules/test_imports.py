@@ -91,6 +91,8 @@ TORCH_FREE = (
     "ridgeline.doctor.timeline",
     "ridgeline.doctor.finished",
     "ridgeline.doctor.pictures",
+    "ridgeline.doctor.climb",
+    "ridgeline.doctor.interface",
     "ridgeline.cli_doctor",
     "ridgeline.cli_jobs",
     "ridgeline.cli_launch",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ridgeline.doctor.remedies import (
     accumulation,
     attention,
+    autocast,
     autotune,
-    bf16,
     buckets,
     channels_last,
     chunked_loss,
@@ -15,7 +15,6 @@ from ridgeline.doctor.remedies import (
     device_augment,
     fp8,
     fp8_tensor,
-    fp16,
     fused_norms,
     fused_optimizer,
     graphs,
@@ -36,8 +35,8 @@ REMEDIES: dict[str, Remedy] = {
     remedy.name: remedy
     for remedy in (
         tf32.REMEDY,
-        bf16.REMEDY,
-        fp16.REMEDY,
+        autocast.BF16,
+        autocast.FP16,
         fp8.REMEDY,
         fp8_tensor.REMEDY,
         fused_optimizer.REMEDY,
@@ -68,7 +67,7 @@ SCRIPT_REMEDIES: dict[str, Remedy] = {
     remedy.name: remedy
     for remedy in (
         tf32.REMEDY,
-        bf16.REMEDY,
+        autocast.BF16,
         fp8.REMEDY,
         fp8_tensor.REMEDY,
         fused_optimizer.REMEDY,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 
 from ridgeline.cli import app
 from ridgeline.config import dump_config, find_recipe, load_config
+from ridgeline.doctor import model_look
 from ridgeline.doctor.finished import measure_run
+from ridgeline.doctor.interface import surely_lacks_interface
 from ridgeline.doctor.measure import Options, measure, measure_training
 from ridgeline.doctor.script import measure_script
 from ridgeline.doctor.verdict import judge
@@ -197,3 +200,80 @@ def test_slips_are_one_sentence(args: list[str], word: str) -> None:
     done = CliRunner().invoke(app, ["doctor", *args])
     assert isinstance(done.exception, UsageError), done.output
     assert word in str(done.exception)
+
+
+PLAIN = """
+import sys
+import torch
+from pathlib import Path
+{imports}
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(200):
+    Path(sys.argv[1]).write_text(str(step + 1))
+    model(torch.randn(4, 8)).sum().backward()
+    try:
+        optimizer.step()
+    except Exception:
+        pass
+"""
+
+
+def test_a_climb_of_a_script_without_a_job_is_refused_before_it_runs(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(PLAIN.format(imports=""))
+    steps = tmp_path / "steps"
+    done = CliRunner().invoke(app, ["doctor", str(script), "--climb", "--", str(steps)])
+    assert isinstance(done.exception, UsageError), done.output
+    assert done.exception.exit_code == 2
+    assert "job = ridgeline.start()" in str(done.exception)
+    assert "\n" not in str(done.exception)
+    assert not steps.exists()
+
+
+def test_a_climb_of_a_script_that_hides_it_is_refused_after_one_step(tmp_path: Path) -> None:
+    """An installed package might use Ridgeline for it: only running it can tell."""
+    script, steps = tmp_path / "own.py", tmp_path / "steps"
+    script.write_text(PLAIN.format(imports="import yaml, ridgeline"))
+    with pytest.raises(UsageError, match=r"five lines do it: `import ridgeline`"):
+        measure_script(script, [str(steps)], Options(steps=8, climbs=True))
+    assert steps.read_text() == "1"
+    # To be measured alone it needs no job.
+    assert measure_script(script, [str(steps)], Options(steps=8)).measured.num_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "beside", "lacks"),
+    [
+        ("import torch, os.path\nfrom torch import nn", "", True),
+        ("import torch\nimport ridgeline", "", False),
+        ("def late():\n    from ridgeline import start", "", False),
+        ("import helper", "import numpy as np", True),
+        ("import helper", "import ridgeline", False),
+        ("from helper import fit", "from ridgeline import start", False),
+        ("import some_package", "", False),  # which may use it
+        ("import importlib\nimportlib.import_module('ridge' + 'line')", "", False),
+        ("job = __import__('ridge' + 'line').start()", "", False),
+        ("import torch\nmodel = torch.nn.Linear(1, 1)\nmodel.eval()", "", True),
+        ("this is no Python", "", False),  # running it says more
+    ],
+)
+def test_a_text_tells_whether_a_script_has_the_interface(
+    tmp_path: Path, text: str, beside: str, lacks: bool
+) -> None:
+    (tmp_path / "own.py").write_text(text)
+    (tmp_path / "helper.py").write_text(beside)
+    assert surely_lacks_interface(tmp_path / "own.py") is lacks
+
+
+def test_a_run_on_a_gpu_is_judged_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its remedies too, though some of them ask what the model is made of."""
+    run = _run(tmp_path / "run", forward_s=0.03, backward_s=0.06)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    model_look._look.cache_clear()
+    done = CliRunner().invoke(app, ["doctor", str(run.path)])
+    model_look._look.cache_clear()
+    assert done.exit_code == 0, done.output
+    assert "compute-bound" in done.stdout

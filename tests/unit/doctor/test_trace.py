@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ridgeline.doctor.kernels import class_of_kernel, class_of_op, on_tensor_cores, op_cost
+from ridgeline.doctor.measure import fit_parts
 from ridgeline.doctor.measured import (
     ATTENTION,
     CONVOLUTION,
@@ -196,6 +197,16 @@ def test_on_a_cpu_a_pause_in_python_is_its_lines() -> None:
     for at in (1100, 2200):
         s.op("aten::mm", at, 1100, [[8, 8], [8, 8]])
     assert take_apart(s.trace(3300, [line], step_ends_ns=ends)).host_s == 0
+
+
+def test_on_a_cpu_a_long_pause_that_nobody_saw_is_not_explained() -> None:
+    """Another process had the core: the thread that looks at the main one did not run either."""
+    s = Script()
+    s.op("aten::mm", 0, 100, [[8, 8], [8, 8]])
+    s.op("aten::add", 9000, 100, [[8], [8]])
+    parts = fit_parts(take_apart(s.trace(9100)), 1, 9100e-6)
+    assert (parts["host_s"], parts["launch_s"]) == (0.0, 0.0)
+    assert parts["other_s"] == pytest.approx(8900e-6)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,38 @@ def test_arithmetic_near_the_peak_is_a_fine_verdict() -> None:
     assert verdict.sentence.startswith("compute-bound at 88% of what the device reaches")
 
 
+def test_a_step_that_is_mostly_unexplained_is_said_to_be() -> None:
+    """A loaded machine: 30 ms of products are seen in a step of 100 ms, and 60 ms are not explained."""
+    rows = (ClassTime(MATRIX, 0.03, 100, 0.03 * 700e12, 0.03 * 1e12, "bf16"),)
+    m = replace(BASE, classes=rows, compute_s=0.03, launch_s=0.01, other_s=0.06, spread=0.4)
+    verdict = judge(m)
+    assert verdict.sentence == (
+        "60% of the step is not explained by what was measured, more than the 30% that is compute "
+        "(arithmetic), the largest part that is"
+    )
+    assert (verdict.limit, verdict.share, verdict.unexplained) == ("not explained", 0.6, 0.6)
+    assert "add up to 40 ms of a step of 100 ms" in verdict.evidence[0]
+    assert "spread of the timed steps is 40%" in verdict.evidence[0]
+    assert [f.limit for f in verdict.findings[:2]] == ["not explained", "compute"]
+    text = show_verdict(m, verdict, [])
+    assert text.startswith("60% of the step is not explained")
+    assert "compute: 30%, arithmetic" in text  # under "also"
+
+
+def test_a_large_unexplained_part_is_said_before_the_cause() -> None:
+    rows = (ClassTime(MATRIX, 0.05, 100, 0.05 * 640e12, 0.05 * 1e12, "bf16"),)
+    m = replace(BASE, classes=rows, compute_s=0.05, launch_s=0.01, other_s=0.04)
+    verdict = judge(m)
+    assert verdict.limit == "compute"
+    assert verdict.sentence == (
+        "40% of the step is not explained by what was measured; the rest is compute-bound at 80% of what "
+        "the device reaches: 50% of the step is matrix"
+    )
+    little = judge(replace(m, other_s=0.02))
+    assert little.sentence.startswith("compute-bound")
+    assert little.unexplained == pytest.approx(0.2)
+
+
 def test_waits_for_the_device_name_their_line() -> None:
     stall = Stall("train.py:31 (main)", 0.06, 3.0, "aten::item (cudaStreamSynchronize)", "x.item()")
     m = replace(BASE, host_s=0.06, compute_s=0.035, num_syncs=3.0, stalls=(stall,), classes=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ def test_every_norm_is_really_compiled() -> None:
     with torch.no_grad():
         other.weight.fill_(2.0)
     assert torch.allclose(other(x).float(), 2 * out[0].float())  # a copy has its own weights
+
+
+def test_a_model_with_fused_norms_is_saved_whole() -> None:
+    torch._dynamo.reset()
+    model = tiny_llama("ours")
+    apply_fused_norms(model, Layout(), backend="aot_eager")
+    loaded = pickle.loads(pickle.dumps(model))
+    tokens = torch.randint(0, 64, (2, 16))
+    assert torch.equal(loaded(tokens), model(tokens))
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
 
 
 def test_fused_norms_are_refused_where_they_cannot_be() -> None:

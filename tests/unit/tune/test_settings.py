@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,6 +116,47 @@ def test_a_job_takes_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         optimizer.step()
     assert optimizer.param_groups[0]["fused"] is True
     job.close()
+
+
+class Counted(nn.Module):
+    """Leaves something out when it is saved, as classes may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.calls = nn.Linear(8, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(x)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "calls": 0}
+
+
+class Rebuilt(nn.Linear):
+    """Has a way of its own to be saved."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Rebuilt, (self.in_features, self.out_features), self.__dict__)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(8, 4), Counted, lambda: Rebuilt(8, 4)])
+def test_a_whole_model_is_saved_and_computes_the_same_when_loaded(
+    tmp_path: Path, build: Callable[[], nn.Module]
+) -> None:
+    job = ridgeline.start(device="cpu", tune=str(written(tmp_path, "layout: precision=bf16\n")))
+    model = job.parallelize(build())
+    job.close()
+    x = torch.randn(16, 8)
+    out = model(x)
+    assert not torch.equal(out, type(model).__mro__[1].forward(model, x))  # it does compute in bf16
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert getattr(loaded, "calls", 0) == 0
+    for other in (loaded, pickle.loads(pickle.dumps(loaded)), copy.deepcopy(model)):
+        assert type(other) is type(model)
+        assert torch.equal(other(x), out)
+        assert [n for n, _ in other.named_parameters()] == [n for n, _ in model.named_parameters()]
 
 
 def test_only_an_optimizer_that_nobody_decided_on_is_fused() -> None:

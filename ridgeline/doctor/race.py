@@ -1,0 +1,91 @@
+"""Two states in turns: how much faster the second is, how sure that is, and how it is said.
+
+A machine has slow minutes, so that two figures that were not found side by side say little of each other.
+Every factor of a climb is therefore the middle one of some ratios, each of two turns that followed one
+another; the times that are shown beside it are those of these two turns, so that they agree. Used by
+`climb.py`; imports without torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ridgeline.doctor.states import Effort
+
+
+class Runner(Protocol):
+    """A state that can be run; `states.Candidate` is one."""
+
+    turns: list[float]
+
+    def run(self, untimed: int, timed: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Race:
+    """Seconds a step, turn by turn, of the state that was there and of the one that is tried."""
+
+    before_s: tuple[float, ...]
+    after_s: tuple[float, ...]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [before / after for before, after in zip(self.before_s, self.after_s, strict=True)]
+
+    @property
+    def gain(self) -> float:
+        """The middle one of the ratios; of two in the middle the lesser."""
+        return statistics.median_low(self.ratios)
+
+    @property
+    def middle_s(self) -> tuple[float, float]:
+        """Of the two turns that the gain is the ratio of: before, after."""
+        turn = self.ratios.index(self.gain)
+        return self.before_s[turn], self.after_s[turn]
+
+    def noise(self, least_gain: float) -> float:
+        """What the gain has to exceed. Only how far it falls counts: one that is sometimes larger is no
+        less sure."""
+        ratios = self.ratios
+        low = statistics.quantiles(ratios, n=4)[0] if len(ratios) > 2 else min(ratios)
+        return max(self.gain - low, least_gain)
+
+
+def race(before: Runner, after: Runner, effort: Effort) -> Race:
+    """As many turns of each as the effort says, one after the other, in changing order."""
+    spent: tuple[list[float], list[float]] = ([], [])
+    for number in range(effort.rounds):
+        for which in (0, 1) if number % 2 else (1, 0):
+            state = (before, after)[which]
+            seconds = state.run(effort.warm_up, effort.steps)
+            state.turns.append(seconds)
+            spent[which].append(seconds)
+    return Race(tuple(spent[0]), tuple(spent[1]))
+
+
+def spread_of(turns: Sequence[float]) -> float | None:
+    """Half the distance from the fastest turn to the slowest, as a share of the median; None for one."""
+    if len(turns) < 2:
+        return None
+    return (max(turns) - min(turns)) / 2 / statistics.median(turns)
+
+
+def tell_gain(gain: float, noise: float) -> str:
+    """In words: only a gain can be within the noise, what is slower is slower.
+
+    >>> tell_gain(1.9, 0.01), tell_gain(1.004, 0.01), tell_gain(0.52, 0.01)
+    ('faster by 90.0%, noise 1.0%', '+0.4% is not above the noise of 1.0%', 'slower by 48.0%')
+    """
+    change = f"{abs(gain - 1):.1%}"
+    if change == "0.0%":
+        return "as fast as before"
+    if gain < 1:
+        return f"slower by {change}"
+    return (
+        f"faster by {change}, noise {noise:.1%}"
+        if gain > 1 + noise
+        else f"+{change} is not above the noise of {noise:.1%}"
+    )

@@ -1,0 +1,275 @@
+"""The ladder's figures agree with each other on a machine that slows down, and say what was not done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ridgeline.config import RunConfig, load_config
+from ridgeline.doctor import climb as climb_file
+from ridgeline.doctor.climb import climb
+from ridgeline.doctor.ladder import DISAGREE, Ladder, Rung, draw_ladder, show_ladder
+from ridgeline.doctor.race import Race, spread_of, tell_gain
+from ridgeline.doctor.remedies.contract import Parts, Remedy
+from ridgeline.doctor.states import Effort
+from ridgeline.errors import RunError
+
+EFFORT = Effort(rounds=5, steps=10, check_steps=12)
+SETTINGS = [
+    "model.name=mlp",
+    "model.args={in_features: 16, hidden: 32, out_features: 4}",
+    "data.source=synthetic",
+    "data.args={shape: [16], classes: 4}",
+    "train.batch=8",
+    "train.steps=500",
+    "data.prefetch=0",
+    "device=cpu",
+]
+DRIFT = 1.02
+"""The machine of these tests gets slower by this factor with every turn of anybody."""
+
+
+class Machine:
+    """A clock and a pace, for states that only pretend to run."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pace = 1.0
+        self.open: list[str] = []
+        self.broken = ""
+        """The name of a state that fails."""
+
+    def state(
+        self, config: RunConfig, name: str, folder: Path, effort: Effort, cache: Path | None = None
+    ) -> State:
+        return State(self, config, name)
+
+
+class State:
+    """Twice as fast with two threads, half as fast again with batches read ahead."""
+
+    def __init__(self, machine: Machine, config: RunConfig, name: str) -> None:
+        self.machine, self.config, self.name = machine, config, name
+        self.losses: list[float] = []
+        self.turns: list[float] = []
+        self.peak_bytes, self.tenth_step_s = 2e9, None
+        self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1}
+        machine.open.append(name)
+
+    @property
+    def step_s(self) -> float:
+        data = self.config.data
+        slower = 2.0 if self.config.train.seed else 1.0
+        return 0.12 * slower / (2.0 if data.threads == 2 else 1.0) / (1.5 if data.prefetch else 1.0)
+
+    def check(self, effort: Effort) -> None:
+        if self.name == self.machine.broken:
+            raise RunError("it does not start")
+        self.machine.now += 10.0
+        self.losses += [1.0] * effort.check_steps
+        self.tenth_step_s = 3.0
+
+    def run(self, untimed: int, timed: int) -> float:
+        self.machine.now += 1.0
+        self.machine.pace *= DRIFT
+        return self.step_s * self.machine.pace
+
+    def parts(self) -> Parts:
+        return Parts(step_s=self.step_s)
+
+    def close(self, wait_s: float = 30.0) -> None:
+        self.machine.open.remove(self.name)
+
+
+def remedy(name: str, gain: float, *overrides: str, on: str = "") -> Remedy:
+    return Remedy(
+        name,
+        applies=lambda step, config: (
+            None if on not in ("", step.device_kind) else f"{name} may help"
+        ),
+        predicted_gain=lambda step, config: gain,
+        change=lambda config: list(overrides),
+        risk="none",
+    )
+
+
+REMEDIES = {
+    one.name: one
+    for one in (
+        remedy("two threads", 3.0, "data.threads=2"),
+        remedy("reading ahead", 2.0, "data.prefetch=2"),
+        remedy("slow", 1.5, "train.seed=1"),
+        remedy("small", 1.0, "train.lr=0.5"),
+        remedy("for a GPU", 9.0, "layout.compile=true", on="cuda"),
+        remedy("for no device", 9.0, "layout.compile=true", on="none"),
+    )
+}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(climb_file, "Candidate", made.state)
+    monkeypatch.setattr(climb_file, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def go(folder: Path, **options: Any) -> tuple[Ladder, str]:
+    said: list[str] = []
+    config = load_config(None, SETTINGS).config
+    effort = Effort(**{**vars(EFFORT), **options})
+    ladder = climb(config, folder, remedies=REMEDIES, effort=effort, say=said.append)
+    return ladder, said[-1]
+
+
+def test_throughput_and_factors_agree_while_the_machine_slows_down(
+    tmp_path: Path, machine: Machine
+) -> None:
+    ladder, text = go(tmp_path)
+    rungs = {rung.name: rung for rung in ladder.rungs}
+    baseline = rungs["baseline"]
+    assert [r.name for r in ladder.rungs if r.kept] == ["baseline", "two threads", "reading ahead"]
+    product = 1.0
+    for rung in ladder.rungs[1:]:
+        assert rung.times == pytest.approx(product * rung.gain)
+        assert rung.rate == pytest.approx(baseline.rate * rung.times)
+        ratios = [b / a for b, a in zip(rung.before_turns_s, rung.turns_s, strict=True)]
+        assert rung.gain == pytest.approx(sorted(ratios)[2])
+        assert rung.gain == pytest.approx(rung.before_s / rung.step_s)  # what the table shows
+        product = rung.times if rung.kept else product
+    # Within what two turns one after the other can differ by; their own turns alone would say 2.1.
+    assert rungs["reading ahead"].times == pytest.approx(3.0, rel=2.5 * (DRIFT - 1))
+    assert baseline.step_s / rungs["reading ahead"].step_s < 2.3
+    assert ladder.raced.times == ladder.times == pytest.approx(3.0, rel=1.5 * (DRIFT - 1))
+    assert ladder.raced.low <= ladder.raced.times <= ladder.raced.high
+    assert machine.open == []
+    for part in (
+        f"{ladder.times:.2f} times the baseline with two threads, reading ahead",
+        f"the product of the gains is {ladder.best.times:.2f}",
+        "step: of the turn in the middle of 5, of 10 steps each",
+        "x before: this over that, the middle one of the turns' ratios",
+        "throughput: the baseline's, times x baseline",
+        "their own turns are up to",
+    ):
+        assert part in text
+
+
+def test_a_race_that_contradicts_the_product_is_said_to(tmp_path: Path, machine: Machine) -> None:
+    ladder, text = go(tmp_path)
+    assert DISAGREE not in text
+    raced = dataclasses.replace(ladder.raced, times=4.7, low=4.5, high=5.0)
+    assert DISAGREE in show_ladder(dataclasses.replace(ladder, raced=raced))
+
+
+def test_every_state_has_its_spread_and_its_tenth_step(tmp_path: Path, machine: Machine) -> None:
+    _, text = go(tmp_path)
+    written = json.loads((tmp_path / "ladder.json").read_text())
+    for rung in written["rungs"]:
+        turns = rung["turns_s"]
+        assert len(turns) == 5
+        assert rung["spread"] == pytest.approx((max(turns) - min(turns)) / 2 / sorted(turns)[2])
+        assert rung["tenth_step_s"] == 3.0
+        row = next(line for line in text.splitlines() if line.startswith(rung["name"]))
+        assert f"±{rung['spread']:.1%}" in row
+        assert "3.0 s" in row
+    assert written["raced"]["num_turns"] == 5
+    assert "10th step: from the start of the state's process" in text
+
+
+def test_a_budget_that_is_too_short_says_what_was_not_tried(
+    tmp_path: Path, machine: Machine
+) -> None:
+    ladder, text = go(tmp_path, budget_s=12.0)
+    assert [rung.name for rung in ladder.rungs] == ["baseline"]
+    # The baseline took 10 s to start and 5 turns of 1 s; a remedy takes 10 s and 10 turns.
+    assert [(u.name, u.budget_s) for u in ladder.untried] == [
+        ("two threads", 40.0),
+        ("reading ahead", 60.0),
+        ("slow", 80.0),
+        ("small", None),
+        ("for a GPU", None),
+        ("for no device", None),
+    ]
+    for part in (
+        "nothing is kept: no remedy was tried",
+        "not tried, since --budget 12 was over after 15 s:",
+        "two threads (up to x3.00): two threads may help; about --budget 40 would reach it",
+        "slow (up to x1.50): slow may help; about --budget 80 would reach it",
+        "not tried, since they promise next to nothing: small",
+        "not tried, since they are for GPUs: for a GPU",
+        "this training has nothing that they change: for no device",
+    ):
+        assert part in text
+    assert json.loads((tmp_path / "ladder.json").read_text())["untried"][0]["budget_s"] == 40.0
+
+
+def test_what_the_time_does_not_allow_is_said(tmp_path: Path, machine: Machine) -> None:
+    """Two remedies were kept when the time was over: their product stands, and is called one."""
+    ladder, text = go(tmp_path, budget_s=40.0)
+    assert [rung.name for rung in ladder.rungs] == ["baseline", "two threads", "reading ahead"]
+    assert ladder.raced is None
+    assert ladder.times == ladder.best.times
+    assert "the product of the gains; the two were not run side by side once more (no time" in text
+    assert "slow (up to x1.50)" in text
+
+
+def test_a_baseline_that_does_not_start_again_leaves_the_product(
+    tmp_path: Path, machine: Machine
+) -> None:
+    machine.broken = "baseline-again"
+    ladder, text = go(tmp_path)
+    assert ladder.raced is None
+    assert machine.open == []
+    assert "once more (it does not start)" in text
+
+
+def test_a_ladder_without_remedies_says_so(tmp_path: Path, machine: Machine) -> None:
+    said: list[str] = []
+    config = load_config(None, SETTINGS).config
+    climb(config, tmp_path, remedies={}, effort=EFFORT, say=said.append)
+    assert "nothing is kept: no remedy promises anything for this step" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("gain", "says"),
+    [
+        (1.9, "faster by 90.0%, noise 2.0%"),
+        (1.01, "+1.0% is not above the noise of 2.0%"),
+        (0.52, "slower by 48.0%"),
+        (0.99, "slower by 1.0%"),
+        (1.0001, "as fast as before"),
+    ],
+)
+def test_only_a_gain_can_be_within_the_noise(gain: float, says: str) -> None:
+    assert tell_gain(gain, 0.02) == says
+
+
+def test_noise_is_how_far_a_gain_falls() -> None:
+    raced = Race((1.0, 1.0, 1.0, 1.0, 1.0), (0.5, 0.5, 0.5, 0.4, 0.25))
+    assert raced.gain == 2.0
+    assert raced.noise(0.01) == 0.01
+    assert Race((1.0, 2.0, 3.0), (1.0, 1.0, 1.0)).noise(0.01) == pytest.approx(1.0)
+    two = Race((1.0, 1.2), (1.0, 1.0))
+    assert (two.gain, two.middle_s, two.noise(0.01)) == (1.0, (1.0, 1.0), 0.01)
+    assert spread_of([1.0]) is None
+    assert spread_of([1.0, 2.0, 4.0]) == 0.75
+
+
+def test_the_table_has_what_was_asked_for() -> None:
+    rung = Rung(
+        "bf16", (), True, "faster by 90.0%, noise 1.0%", 2.0, 1.9, 0.01, 0.5, 1234.0, 1.9, 2e9, 1e-4,
+        3.0, (0.49, 0.5, 0.51), (0.95, 0.95, 0.95), 0.02, 0.95,
+    )  # fmt: skip
+    first = Rung("baseline", (), True, "as it is", times=1.0)
+    text = show_ladder(Ladder("tokens", 24, 0.005, (first, rung), ()))
+    for part in (
+        "1,234 tokens/s", "1.90", "500 ms", "±2.0%", "950 ms", "2.0 GB", "+0.010%", "3.0 s",
+        "kept: faster by 90.0%", "0.50%",
+    ):  # fmt: skip
+        assert part in text
+    assert "bf16" in draw_ladder(Ladder("tokens", 24, 0.005, (rung,), ()))
