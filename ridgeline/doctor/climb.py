@@ -255,7 +255,7 @@ def _begin(ascent: _Ascent, what: str) -> None:
         kept.check(effort)
         checked_s = ascent.spent_s
         for _ in range(effort.rounds):
-            kept.turns.append(kept.run(effort.warm_up, effort.steps))
+            kept.turn()
     except RunError as error:
         raise_as_usage(error)
         raise RunError(f"the {what} does not run as it is: {error}") from error

@@ -19,9 +19,7 @@ from ridgeline.doctor.states import Effort
 class Runner(Protocol):
     """A state that can be run; `states.Candidate` is one."""
 
-    turns: list[float]
-
-    def run(self, untimed: int, timed: int) -> float: ...
+    def turn(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,15 @@ class Race:
 
 
 def race(before: Runner, after: Runner, effort: Effort) -> Race:
-    """As many turns of each as the effort says, one after the other, in changing order."""
+    """As many turns of each as the effort says, one after the other, in changing order; three where
+    they leave no doubt."""
     spent: tuple[list[float], list[float]] = ([], [])
     for number in range(effort.rounds):
         for which in (0, 1) if number % 2 else (1, 0):
-            state = (before, after)[which]
-            seconds = state.run(effort.warm_up, effort.steps)
-            state.turns.append(seconds)
-            spent[which].append(seconds)
+            spent[which].append((before, after)[which].turn())
+        ratios = [a / b for a, b in zip(*spent, strict=True)]
+        if number == 2 and (min(ratios) > effort.clear or max(ratios) < 1 / effort.clear):
+            break
     return Race(tuple(spent[0]), tuple(spent[1]))
 
 

@@ -37,6 +37,8 @@ class Effort:
 
     rounds: int = 5
     """Turns of each of two states; more make the noise known better."""
+    clear: float = 1.25
+    """Three turns in which one of the two is so many times as fast: no further one says anything else."""
     steps: int = 10
     """Timed steps a turn, at most."""
     warm_up: int = 2

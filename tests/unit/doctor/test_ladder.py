@@ -14,12 +14,12 @@ from ridgeline.config import RunConfig, load_config
 from ridgeline.doctor import climb as climb_file
 from ridgeline.doctor.climb import climb
 from ridgeline.doctor.ladder import DISAGREE, Ladder, Rung, draw_ladder, show_ladder
-from ridgeline.doctor.race import Race, spread_of, tell_gain
+from ridgeline.doctor.race import Race, race, spread_of, tell_gain
 from ridgeline.doctor.remedies.contract import Parts, Remedy
 from ridgeline.doctor.states import Effort
 from ridgeline.errors import RunError
 
-EFFORT = Effort(rounds=5, steps=10, check_steps=12)
+EFFORT = Effort(rounds=5, steps=10, check_steps=12, clear=float("inf"))
 SETTINGS = [
     "model.name=mlp",
     "model.args={in_features: 16, hidden: 32, out_features: 4}",
@@ -45,7 +45,7 @@ class Machine:
         """The name of a state that fails."""
 
     def state(
-        self, config: RunConfig, name: str, folder: Path, effort: Effort, cache: Path | None = None
+        self, config: RunConfig, name: str, folder: Path, effort: Effort, *_: object
     ) -> State:
         return State(self, config, name)
 
@@ -74,10 +74,11 @@ class State:
         self.losses += [1.0] * effort.check_steps
         self.tenth_step_s = 3.0
 
-    def run(self, untimed: int, timed: int) -> float:
+    def turn(self) -> float:
         self.machine.now += 1.0
         self.machine.pace *= DRIFT
-        return self.step_s * self.machine.pace
+        self.turns.append(self.step_s * self.machine.pace)
+        return self.turns[-1]
 
     def parts(self) -> Parts:
         return Parts(step_s=self.step_s)
@@ -151,7 +152,7 @@ def test_throughput_and_factors_agree_while_the_machine_slows_down(
     for part in (
         f"{ladder.times:.2f} times the baseline with two threads, reading ahead",
         f"the product of the gains is {ladder.best.times:.2f}",
-        "step: of the turn in the middle of 5, of 10 steps each",
+        "step: of the turn in the middle of 5 (or of three that leave no doubt), of up to 10 steps",
         "x before: this over that, the middle one of the turns' ratios",
         "throughput: the baseline's, times x baseline",
         "their own turns are up to",
@@ -273,3 +274,31 @@ def test_the_table_has_what_was_asked_for() -> None:
     ):  # fmt: skip
         assert part in text
     assert "bf16" in draw_ladder(Ladder("tokens", 24, 0.005, (rung,), ()))
+
+
+class Paced:
+    """A state whose turns take so long, one after the other."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.left = list(seconds)
+
+    def turn(self) -> float:
+        return self.left.pop(0)
+
+
+def test_three_turns_are_enough_where_they_leave_no_doubt() -> None:
+    effort = Effort(rounds=5)
+    slow, fast = (3.0, 3.0, 2.9), (1.0, 1.1, 1.0)
+    assert len(race(Paced(*slow), Paced(*fast), effort).ratios) == 3
+    assert len(race(Paced(*fast), Paced(*slow), effort).ratios) == 3
+    near = (1.3, 1.2, 1.3, 1.3, 1.3), (1.0,) * 5
+    assert len(race(Paced(*near[0]), Paced(*near[1]), effort).ratios) == 5
+    mixed = (3.0, 1.0, 1.0, 1.0, 1.0), (1.0, 3.0, 1.0, 1.0, 1.0)
+    assert len(race(Paced(*mixed[0]), Paced(*mixed[1]), effort).ratios) == 5
+
+
+def test_long_steps_make_shorter_turns() -> None:
+    effort = Effort(steps=10, warm_up=2, turn_s=6.0)
+    assert effort.turn_of(0.0) == effort.turn_of(0.1) == (2, 10)
+    assert effort.turn_of(1.0) == (2, 6)
+    assert effort.turn_of(50.0) == (1, 2)
