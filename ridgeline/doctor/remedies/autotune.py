@@ -7,7 +7,7 @@ from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl, layout_of, 
 
 
 def _applies(step: Step, config: RunConfig) -> str | None:
-    if on_cuda(step) and layout_of(config).compile and config.tune.compile_mode == "default":
+    if on_cuda(step) and layout_of(config).compile and config.tune.compile_mode != "autotune":
         return "matrix kernels were chosen without being measured"
     return None
 

@@ -165,6 +165,20 @@ def test_remedies_apply_where_they_can() -> None:
     assert not {"bf16", "tf32", "compile"} & set(on_cpu)
 
 
+def test_a_deep_model_is_compiled_block_by_block_first() -> None:
+    def change(*overrides: str) -> list[str]:
+        return REMEDIES["compile"].change(load_config(None, [*LLAMA, *overrides]).config)
+
+    deep = "model.args={width: 64, depth: 8, heads: 2, ffn: 128, vocab: 512, max_seq: 64}"
+    assert change(deep) == ["layout.compile=true", "tune.compile_mode=regional"]
+    assert change() == ["layout.compile=true"]
+    assert change("model.name=resnet50", "model.args={}") == ["layout.compile=true"]
+    regional = [deep, "layout=compile=true", "tune.compile_mode=regional"]
+    assert {"compile in one piece", "autotune", "tile search"} <= set(applying(GPU, *regional))
+    assert "compile in one piece" not in applying(GPU, deep, "layout=compile=true")
+    assert "tile search" not in applying(GPU, deep, "layout=compile=true", "tune.search_tiles=true")
+
+
 def test_new_remedies_know_their_place() -> None:
     old = dataclasses.replace(GPU, has_bf16=False)
     assert "fp16" in applying(old)
@@ -218,6 +232,7 @@ def test_every_remedy_changes_something_or_says_what_to_do(name: str) -> None:
         return
     needs = {
         "CUDA graphs": ["layout.compile=true"],
+        "compile in one piece": ["layout.compile=true", "tune.compile_mode=regional"],
         "less accumulation": ["layout.accumulate=4"],
         "no recompute": ["layout.recompute=full"],
         "augment on the device": ["data.augment.where=host"],
