@@ -9,6 +9,7 @@ memory) leaks into another. Started by `climb.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -110,6 +111,7 @@ def device_facts(device: Any) -> dict[str, Any]:
     return {
         "capacity_bytes": torch.cuda.get_device_properties(device).total_memory,
         "has_bf16": torch.cuda.get_device_capability(device) >= (8, 0),
+        "has_fp8": torch.cuda.get_device_capability(device) >= (8, 9),
     }
 
 
@@ -121,7 +123,8 @@ def _get_ready(device: str, answers: TextIO) -> Path:
     import ridgeline.train.setup  # noqa: F401
 
     if device != "cpu" and torch.cuda.is_available():
-        torch.zeros(1, device="cuda")
+        with contextlib.suppress(RuntimeError):  # a full device is the state's own to report
+            torch.zeros(1, device="cuda")
     print(json.dumps({"ready": time.time()}), file=answers, flush=True)
     line = sys.stdin.readline()
     if not line:

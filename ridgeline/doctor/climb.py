@@ -34,7 +34,7 @@ from ridgeline.doctor.ladder import (
 )
 from ridgeline.doctor.losses import difference, judge_losses
 from ridgeline.doctor.model_look import SCRIPT
-from ridgeline.doctor.race import race, spread_of, tell_gain
+from ridgeline.doctor.race import BeforeFailed, race, spread_of, tell_gain
 from ridgeline.doctor.remedies.contract import (
     ATTENTION,
     CONVOLUTION,
@@ -210,6 +210,7 @@ def climb_script(
 
 
 BASELINE, AGAIN = "baseline", "baseline-again"
+TOO_SOON = "interrupted before the baseline was measured; nothing is kept"
 
 
 def _climb(
@@ -225,24 +226,26 @@ def _climb(
 ) -> Ladder:
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    kept = start(config, BASELINE, out / "states", effort)
+    try:
+        kept = start(config, BASELINE, out / "states", effort)
+    except KeyboardInterrupt:
+        raise RunError(TOO_SOON) from None
     ascent = _Ascent(config, kept, effort, start, out / "states", say, begun)
     try:
-        _begin(ascent, what)
-        _go(ascent, measured, remedies)
-        _race_whole(ascent)
-    except KeyboardInterrupt:
-        ascent.interrupted = True
-        if not ascent.rungs:
-            raise RunError(
-                "interrupted before the baseline was measured; nothing is kept"
-            ) from None
-        say("interrupted; what was kept so far is written")
+        try:
+            _begin(ascent, what)
+            _go(ascent, measured, remedies)
+            _race_whole(ascent)
+        except KeyboardInterrupt:
+            ascent.interrupted = True
+            if not ascent.rungs:
+                raise RunError(TOO_SOON) from None
+            say("interrupted; what was kept so far is written")
+        ladder = ascent.ladder()
+        ladder.write(out)
+        write(ascent.kept.config, ladder)
     finally:
         ascent.kept.close(0.5 if ascent.interrupted else 30.0)
-    ladder = ascent.ladder()
-    ladder.write(out)
-    write(ascent.kept.config, ladder)
     say("")
     say(show_ladder(ladder))
     return ladder
@@ -296,15 +299,20 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
         del waiting[remedy.name]
         changes = tuple(remedy.change(ascent.kept.config))
         begun = ascent.spent_s
-        rung, candidate = _try(remedy.name, changes, ascent, predicted)
+        try:
+            rung, candidate = _try(remedy.name, changes, ascent, predicted)
+        except BeforeFailed as error:
+            ascent.say(f"{error}; the climb ends with what was kept")
+            ascent.not_raced = str(error)[:200]
+            return
         if rung.gain is not None:
             ascent.costs_s.append(ascent.spent_s - begun)
         ascent.add(rung)
         if candidate is None:
             continue
         before, ascent.kept = ascent.kept, candidate
-        before.close()
         ascent.overrides += changes
+        before.close()
         step = carry(step, candidate.parts())
         if remedy.repeats:
             waiting[remedy.name] = remedy
@@ -344,14 +352,14 @@ def _outside(
 def _race_whole(ascent: _Ascent) -> None:
     """The baseline against the last kept state, where more than one remedy lies between them: a single
     one's own turns have said it."""
-    if len([rung for rung in ascent.rungs if rung.kept]) < 3:
+    if len([rung for rung in ascent.rungs if rung.kept]) < 3 or ascent.not_raced:
         return
     if ascent.is_late:
         ascent.not_raced = NO_TIME
         return
-    again = ascent.start(ascent.baseline, AGAIN, ascent.work, ascent.effort)
-    wait_s = 30.0
+    again, wait_s = None, 30.0
     try:
+        again = ascent.start(ascent.baseline, AGAIN, ascent.work, ascent.effort)
         again.check(ascent.effort)
         raced = race(again, ascent.kept, ascent.effort)
     except RunError as error:
@@ -361,7 +369,8 @@ def _race_whole(ascent: _Ascent) -> None:
         wait_s = 0.5
         raise
     finally:
-        again.close(wait_s)
+        if again is not None:
+            again.close(wait_s)
     ratios = raced.ratios
     ascent.raced = Raced(raced.gain, min(ratios), max(ratios), len(ratios))
 
@@ -405,9 +414,9 @@ def _try(
     except UsageError as error:
         return dataclasses.replace(dropped, why=str(error)), None
     place = f"{len(ascent.rungs):02}-{name.replace(' ', '-')}"
-    candidate = ascent.start(config, place, ascent.work, effort)
-    keep, wait_s = False, 30.0
+    candidate, keep, wait_s = None, False, 30.0
     try:
+        candidate = ascent.start(config, place, ascent.work, effort)
         candidate.check(effort)
         losses, baseline = candidate.losses, ascent.baseline_losses
         apart = difference(losses[: effort.check_steps], baseline)
@@ -428,13 +437,15 @@ def _try(
             before_turns_s=raced.before_s,
         )
         return rung, candidate if keep else None
+    except BeforeFailed:
+        raise
     except RunError as error:
         return dataclasses.replace(dropped, why=f"it failed: {error}"[:200]), None
     except KeyboardInterrupt:
         keep, wait_s = False, 0.5
         raise
     finally:
-        if not keep:
+        if candidate is not None and not keep:
             candidate.close(wait_s)
 
 
@@ -448,6 +459,10 @@ def change_config(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
     for finding in [*check_layout(layout), *check_available(layout)]:
         raise UsageError(finding.reason)
     return changed
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _rung(
@@ -468,7 +483,8 @@ def _rung(
         predicted,
         step_s=statistics.median_low(state.turns) if state.turns else None,
         peak_bytes=state.peak_bytes or None,
-        loss_difference=loss_difference,
+        # A curve that is not finite is told in words; JSON has no number for it.
+        loss_difference=finite(loss_difference),
         tenth_step_s=state.tenth_step_s,
         turns_s=tuple(state.turns),
         spread=spread_of(state.turns),

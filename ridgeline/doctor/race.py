@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ridgeline.doctor.states import Effort
+from ridgeline.errors import RunError
+
+
+class BeforeFailed(RunError):
+    """The state that was there fails in its turn; the one that is tried has no part in it."""
 
 
 class Runner(Protocol):
@@ -58,11 +63,18 @@ def race(before: Runner, after: Runner, effort: Effort) -> Race:
     spent: tuple[list[float], list[float]] = ([], [])
     for number in range(effort.rounds):
         for which in (0, 1) if number % 2 else (1, 0):
-            spent[which].append((before, after)[which].turn())
+            spent[which].append(after.turn() if which else _turn_of(before))
         ratios = [a / b for a, b in zip(*spent, strict=True)]
         if number == 2 and (min(ratios) > effort.clear or max(ratios) < 1 / effort.clear):
             break
     return Race(tuple(spent[0]), tuple(spent[1]))
+
+
+def _turn_of(before: Runner) -> float:
+    try:
+        return before.turn()
+    except RunError as error:
+        raise BeforeFailed(f"the state that was kept failed in its turn: {error}") from error
 
 
 def spread_of(turns: Sequence[float]) -> float | None:

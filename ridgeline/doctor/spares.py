@@ -2,11 +2,13 @@
 
 Starting Python, torch and a CUDA context takes as long as some tens of steps, and a climb does it for every
 remedy. So one process is always a start ahead. It gets ready while a state compiles, and is waited for
-before anything is timed, so that nobody measures beside it. Used by `states.py`; imports without torch.
+before anything is timed, so that nobody measures beside it. One that dies is no loss: another is started
+when it is needed. Used by `states.py`; imports without torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import subprocess
@@ -45,10 +47,25 @@ class Spare:
             self.ready_s = float(json.loads(line)["ready"]) - self.started
         return self.ready_s
 
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
     def give(self, recipe: Path, log: Path) -> None:
         assert self.process.stdin is not None
-        print(json.dumps({"recipe": str(recipe), "log": str(log)}), file=self.process.stdin)
-        self.process.stdin.flush()
+        line = json.dumps({"recipe": str(recipe), "log": str(log)})
+        try:
+            print(line, file=self.process.stdin, flush=True)
+        except OSError as error:
+            raise RunError(f"a process for a state ended; see {self.log}") from error
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
 
 
 def start(variables: Sequence[str], arguments: Sequence[str], log: Path) -> Spare:
@@ -75,23 +92,31 @@ class Spares:
         self._next: Spare | None = None
 
     def take(self) -> Spare:
-        """One that is ready; the next one is started."""
-        spare = self._next if self._next is not None else start(*self._call)
-        self._next = None
-        spare.wait()
-        self._next = start(*self._call)
+        """One that is ready: the one that was prepared, or one that is started now."""
+        self.settle()
+        spare, self._next = self._next or start(*self._call), None
+        try:
+            spare.wait()
+        except RunError:
+            spare.close()
+            raise
         return spare
 
+    def prepare(self) -> None:
+        """Start the next one."""
+        if self._next is None:
+            self._next = start(*self._call)
+
     def settle(self) -> None:
-        """Until the next one is ready and does nothing any more."""
-        if self._next is not None:
+        """Until the next one is ready and does nothing any more; one that died is forgotten."""
+        if self._next is None:
+            return
+        with contextlib.suppress(RunError):
             self._next.wait()
+        if self._next.ready_s is None or not self._next.is_alive:
+            self.close()
 
     def close(self) -> None:
         if self._next is not None:
-            process, self._next = self._next.process, None
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
+            spare, self._next = self._next, None
+            spare.close()

@@ -131,13 +131,13 @@ class Candidate:
         answer = self._ask(untimed, timed)
         if "failed" in answer:
             raise _Failure(answer["failed"], answer.get("usage", False))
-        return self._take(answer)
+        return self._take(answer, timed)
 
-    def _take(self, answer: dict[str, Any]) -> float:
+    def _take(self, answer: dict[str, Any], timed: int) -> float:
         self.losses += answer["losses"]
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
         self.last, seconds = answer, float(answer["step_s"])
-        self.step_s = seconds or self.step_s
+        self.step_s = seconds if timed else self.step_s
         return seconds
 
     def turn(self) -> float:
@@ -167,10 +167,13 @@ class Candidate:
         first = min(10, effort.check_steps)
         self.run(first, 0)
         self.tenth_step_s = self.last["time"] - self.started if first == 10 else None
-        if effort.check_steps > first:
-            self.run(0, effort.check_steps - first)
         if self._spares is not None:
-            self._spares.settle()  # before anything is timed
+            self._spares.prepare()  # beside steps that are not timed for anybody
+        if effort.check_steps > first:
+            self.run(effort.check_steps - first, 0)
+        if self._spares is not None:
+            self._spares.settle()
+        self.run(0, 1)  # how long a turn will be
 
     def parts(self) -> Parts:
         """The step as its own clock saw it in the last turn."""
@@ -183,6 +186,7 @@ class Candidate:
             classes={OPTIMIZER: parts.get("optimizer_s", 0.0)},
             free_bytes=max(self.last.get("capacity_bytes", 0.0) - self.peak_bytes, 0.0),
             has_bf16=self.last.get("has_bf16", True),
+            has_fp8=self.last.get("has_fp8", True),
         )
 
     def close(self, wait_s: float = 30.0) -> None:
@@ -260,7 +264,7 @@ class ScriptCandidate(Candidate):
             raise _Failure(answer["failed"], answer.get("usage", False))
         if self._plain:
             self.config = _as_seen(self.config, answer)
-        return self._take(answer)
+        return self._take(answer, timed)
 
 
 def script_settings(config: RunConfig) -> Settings:

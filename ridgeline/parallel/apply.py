@@ -237,6 +237,11 @@ def _compile(built: Arranged) -> None:
         raise UsageError(
             f"layout graphs=true captures CUDA graphs, but the device is {device}; leave graphs out"
         )
+    if built.tune.search_tiles and not (layout.compile and device.type == "cuda"):
+        raise UsageError(
+            f"tune.search_tiles is for compile=true on CUDA, and here compile is {layout.compile} and the "
+            f"device {device}; leave it out"
+        )
     if not layout.compile:
         return
     _avoid_double_flash(built)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.parallel.float8_ops import (
@@ -34,6 +35,7 @@ from ridgeline.parallel.float8_ops import (
     WEIGHT_OP,
     cast,
     cast_both,
+    has_fp8_products,
     largest,
     product,
     product_with_weight,
@@ -69,10 +71,6 @@ def build_scaling(tune: TuneConfig, device: torch.device | None = None) -> Scali
         fast=tune.fp8_fast_accumulate,
         native=device is not None and has_fp8_products(device),
     )
-
-
-def has_fp8_products(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class _Linear(torch.autograd.Function):
@@ -150,15 +148,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> 
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     flat = x.to(dtype).reshape(-1, x.shape[-1])
+    if not flat.shape[0]:  # an expert without tokens, say: there is nothing to scale
+        return F.linear(x, weight, bias)
+    turns = weight.requires_grad and torch.is_grad_enabled() and not flat.shape[0] % MULTIPLE
     with torch.autocast(kind, enabled=False):
         out = _Linear.apply(
             flat,
             weight,
             scaling.rows,
             scaling.rows_of_weight_gradient,
-            scaling.narrow_weight_gradient
-            and weight.requires_grad
-            and not flat.shape[0] % MULTIPLE,
+            scaling.narrow_weight_gradient and turns,
             scaling.gradients,
             scaling.fast,
             scaling.native,

@@ -1,7 +1,7 @@
 """fp8 by hand: the largest value, the cast, the product, and the last two as operators of our own.
 
 A compiler that sees into `torch._scaled_mm` gets it wrong: on an H200 with torch 2.11 the compiled products
-of backward came out as zeros (`benchmarks/gpu_float8.py` shows it). An operator of our own is opaque: the
+of backward came out as zeros. An operator of our own is opaque: the
 compiler knows the shape that comes out and calls what runs in eager mode. The search for largest values is
 not hidden from it: in the kernel that makes a matrix it costs nothing. The casts are hidden because they
 cannot be fused with anything, the scale of a tensor being known only when all of it was seen, and because
@@ -38,12 +38,14 @@ def scale_of(top: Tensor, dtype: torch.dtype) -> Tensor:
     return top.clamp(min=_LEAST) / LARGEST[dtype]
 
 
+def has_fp8_products(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     """Values over their scale, in `dtype`, with rows that lie together in memory."""
     if _in_one_kernel(values):
-        from ridgeline.parallel.float8_kernels import cast as kernel
-
-        made, _ = kernel(values, top, None, dtype, LARGEST[dtype], _LEAST)
+        made = _kernel(values, top, None, dtype)[0]
         assert made is not None
         return made
     return _plain_cast(values, top, dtype)
@@ -52,9 +54,7 @@ def cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
 def cast_turned(values_RC: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     """The same of the matrix turned over, (C, R), of whose rows `top` is."""
     if _in_one_kernel(values_RC):
-        from ridgeline.parallel.float8_kernels import cast as kernel
-
-        _, made = kernel(values_RC, None, top, dtype, LARGEST[dtype], _LEAST)
+        made = _kernel(values_RC, None, top, dtype)[1]
         assert made is not None
         return made
     return _plain_cast(values_RC.t(), top, dtype)
@@ -65,9 +65,7 @@ def cast_both(
 ) -> tuple[Tensor, Tensor]:
     """Both, (R, C) and (C, R), from one reading."""
     if _in_one_kernel(values_RC):
-        from ridgeline.parallel.float8_kernels import cast as kernel
-
-        made, turned = kernel(values_RC, top, top_turned, dtype, LARGEST[dtype], _LEAST)
+        made, turned = _kernel(values_RC, top, top_turned, dtype)
         assert made is not None
         assert turned is not None
         return made, turned
@@ -120,14 +118,23 @@ def _plain_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.clamp(-most, most).to(dtype).contiguous()
 
 
+def _kernel(
+    values: Tensor, top: Tensor | None, top_turned: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    from ridgeline.parallel.float8_kernels import cast
+
+    return cast(values, top, top_turned, dtype, LARGEST[dtype], _LEAST)
+
+
 def _in_one_kernel(values: Tensor) -> bool:
     """Tensors that stand for others (traced, cut over ranks) are for torch's own functions."""
-    return values.is_cuda and type(values) in (Tensor, nn.Parameter) and _has_triton()
+    return values.is_cuda and type(values) in (Tensor, nn.Parameter) and _has_kernel(values.device)
 
 
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+@lru_cache(maxsize=16)
+def _has_kernel(device: torch.device) -> bool:
+    """Triton knows the types only where the device does."""
+    return importlib.util.find_spec("triton") is not None and has_fp8_products(device)
 
 
 def _fake_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:

@@ -45,7 +45,7 @@ _PRODUCTS = frozenset(
         "mm", "addmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
         "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution",
     )
-)  # fmt: skip
+) | {"ridgeline::fp8_product"}  # fmt: skip
 _BATCHED_PRODUCTS = frozenset({"aten::bmm", "aten::baddbmm"})
 _REDUCTIONS = frozenset(
     f"_c10d_functional::{name}"

@@ -55,6 +55,7 @@ class Parts:
     free_bytes: float = 0.0
     """Of the device's memory, at the step's peak; 0 where that is not known."""
     has_bf16: bool = True
+    has_fp8: bool = True
 
     def of_class(self, name: str) -> Seconds:
         return Seconds(self.classes.get(name, 0.0))
@@ -113,6 +114,10 @@ def on_cuda(step: Step) -> bool:
 def has_bf16(step: Step) -> bool:
     """Whether the device multiplies bf16; a step that does not say is taken to be of one that does."""
     return bool(getattr(step, "has_bf16", True))
+
+
+def has_fp8(step: Step) -> bool:
+    return bool(getattr(step, "has_fp8", True))
 
 
 def is_narrow(config: RunConfig) -> bool:

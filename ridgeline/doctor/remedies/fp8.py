@@ -9,6 +9,7 @@ from ridgeline.doctor.remedies.contract import (
     Remedy,
     Step,
     amdahl,
+    has_fp8,
     layout_of,
     on_cuda,
     products_s,
@@ -21,7 +22,9 @@ SHARE_SAVED = 0.35
 
 def _applies(step: Step, config: RunConfig) -> str | None:
     look = look_at(config)
-    if on_cuda(step) and layout_of(config).precision == "bf16" and look.num_block_linears:
+    if not on_cuda(step) or not has_fp8(step):
+        return None
+    if layout_of(config).precision == "bf16" and look.num_block_linears:
         return f"{look.num_block_linears} linear layers in {look.num_blocks} blocks are in bf16"
     return None
 

@@ -1,4 +1,4 @@
-"""One scale a tensor for fp8: every matrix is cast once, and its bytes serve both passes."""
+"""One scale a tensor for fp8: no search for the largest value of every row and column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _applies(step: Step, config: RunConfig) -> str | None:
         and layout_of(config).precision == "fp8"
         and config.tune.fp8_scaling != "tensor"
     ):
-        return "matrices are read again in backward to be cast with scales of their own"
+        return "every row and column of a product has a scale that is searched for"
     return None
 
 

@@ -184,6 +184,9 @@ def test_new_remedies_know_their_place() -> None:
     assert "fp16" in applying(old)
     assert "bf16" not in applying(old)
     assert "fp16" not in applying(GPU)
+    narrow = "layout=precision=bf16"
+    assert "fp8" in applying(GPU, narrow)
+    assert "fp8" not in applying(dataclasses.replace(GPU, has_fp8=False), narrow)
     assert "fused norms and rotary" in applying(GPU)
     assert "fused norms and rotary" not in applying(GPU, "layout=compile=true")
     assert "fp8 tensor scales" in applying(GPU, "layout=precision=fp8")

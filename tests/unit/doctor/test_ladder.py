@@ -43,10 +43,15 @@ class Machine:
         self.open: list[str] = []
         self.broken = ""
         """The name of a state that fails."""
+        self.does_not_start = ""
+        self.turns_left: dict[str, int] = {}
+        """Of states that fail after so many turns."""
 
     def state(
         self, config: RunConfig, name: str, folder: Path, effort: Effort, *_: object
     ) -> State:
+        if name.endswith(self.does_not_start or "-"):
+            raise RunError("a process for a state ended; see spare.log")
         return State(self, config, name)
 
 
@@ -75,6 +80,10 @@ class State:
         self.tenth_step_s = 3.0
 
     def turn(self) -> float:
+        left = self.machine.turns_left
+        left[self.name] = left.get(self.name, 1000) - 1
+        if left[self.name] < 0:
+            raise RunError("CUDA out of memory")
         self.machine.now += 1.0
         self.machine.pace *= DRIFT
         self.turns.append(self.step_s * self.machine.pace)
@@ -302,3 +311,27 @@ def test_long_steps_make_shorter_turns() -> None:
     assert effort.turn_of(0.0) == effort.turn_of(0.1) == (2, 10)
     assert effort.turn_of(1.0) == (2, 6)
     assert effort.turn_of(50.0) == (1, 2)
+
+
+def test_a_state_that_does_not_start_is_dropped_and_the_rest_is_written(
+    tmp_path: Path, machine: Machine
+) -> None:
+    machine.does_not_start = "reading-ahead"
+    ladder, _ = go(tmp_path)
+    rungs = {rung.name: rung for rung in ladder.rungs}
+    assert "a process for a state ended" in rungs["reading ahead"].why
+    assert rungs["two threads"].kept
+    assert (tmp_path / "ladder.json").is_file()
+    assert (tmp_path / "recipe.yaml").is_file()
+
+
+def test_a_kept_state_that_fails_ends_the_climb_and_is_not_blamed_on_others(
+    tmp_path: Path, machine: Machine
+) -> None:
+    machine.turns_left = {"01-two-threads": 6}  # its own race, and one turn of the next
+    ladder, _ = go(tmp_path)
+    assert [rung.name for rung in ladder.rungs] == ["baseline", "two threads"]
+    assert not [rung for rung in ladder.rungs if "it failed" in rung.why]
+    assert ladder.overrides == ("data.threads=2",)
+    assert (tmp_path / "recipe.yaml").is_file()
+    assert machine.open == []

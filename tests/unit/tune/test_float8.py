@@ -313,6 +313,40 @@ def test_a_byte_a_value_is_kept_for_backward_and_nothing_of_the_weight(kind: str
     assert x.numel() <= own <= x.numel() + 4 * (64 + 1)
 
 
+def test_an_evaluation_casts_nothing_for_backward() -> None:
+    counts: list[dict[str, int]] = []
+    torch._dynamo.reset()
+    x, weight = torch.randn(32, 64), torch.randn(48, 64, requires_grad=True)
+    call = torch.compile(linear, backend=compiled_counts(counts))
+    with torch.no_grad():
+        call(x, weight, None, build_scaling(TuneConfig()))
+    assert counts == [{"fp8_cast": 2, "fp8_product": 1}]
+
+
+@pytest.mark.parametrize("kind", ["row", "mixed", "tensor", "careful"])
+def test_no_tokens_are_no_fault(kind: str) -> None:
+    weight = torch.randn(48, 64, requires_grad=True)
+    out = linear(torch.randn(0, 64), weight, None, build_scaling(TuneConfig(fp8_scaling=kind)))
+    assert out.shape == (0, 48)
+    out.sum().backward()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize(("how", "again"), [("selective", 0), ("full", 2)])
+def test_selective_recompute_keeps_compiled_products(how: str, again: int) -> None:
+    from ridgeline.parallel.recompute import apply_recompute
+
+    counts: list[dict[str, int]] = []
+    torch._dynamo.reset()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.SiLU()) for _ in range(2)])
+    apply_float8(model, {str(i): block for i, block in enumerate(model)}, TuneConfig())
+    apply_recompute(model, how, blocks={str(i): block for i, block in enumerate(model)})
+    call = torch.compile(model, backend=compiled_counts(counts))
+    call(torch.randn(32, 64)).square().sum().backward()
+    assert counts[0]["fp8_product"] == 2
+    assert counts[1]["fp8_product"] == 2 + again  # the weight gradients, and what is done again
+
+
 def test_a_frozen_weight_costs_no_cast_for_its_gradient() -> None:
     counts: list[dict[str, int]] = []
     torch._dynamo.reset()
