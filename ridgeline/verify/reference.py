@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ridgeline.config import RunConfig
 from ridgeline.data.batch import Batch
@@ -99,12 +100,17 @@ class OneModel:
 
     def backward(self, batches: list[Batch], way: str) -> tuple[float, Tensors]:
         (training,) = self.trainings
-        everyone, loss = [], 0.0
-        for batch in batches:
+        before = to_numpy(full_state(training.arranged))
+        everyone: list[dict[str, Tensor]] = []
+        loss = 0.0
+        for batch in reversed(
+            batches
+        ):  # so that the running statistics left behind are the first's
+            load_state(training.model, before)
             loss += backward(training, batch, way)
             # Replicas are averaged, so each one's gradient is of its share times their number.
             gradients = {n: p.grad for n, p in self._trained.items() if p.grad is not None}
-            everyone.append({name: value * len(batches) for name, value in gradients.items()})
+            everyone.insert(0, {name: value * len(batches) for name, value in gradients.items()})
             training.optimizer.zero_grad(set_to_none=True)
         reduced = everyone[0]
         if self._how != "none":

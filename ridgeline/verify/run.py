@@ -103,7 +103,7 @@ class Verifier:
         if not verdict.same:
             # Where two values nearly tie (a maximum, a kink) rounding depends on the weights: before
             # a layout is blamed, one device shows what it makes of these.
-            here = [self._follow(layout, precision, found, way) for way in _ways(precision)]
+            here = [self._follow(layout, precision, found, way) for way in _ways(layout)]
             rounding = measure(exact, here, precision, reference_layout(layout).compress, rounding)
             verdict = compare_rounded(exact, found, rounding)
         return verdict
@@ -115,7 +115,7 @@ class Verifier:
         if key not in self._roundings:
             one = self._reference(layout, precision)
             exact = self._follow(layout, "float64", one)
-            more = [self._follow(layout, precision, one, way) for way in _ways(precision)[1:]]
+            more = [self._follow(layout, precision, one, way) for way in _ways(layout)[1:]]
             compress = reference_layout(layout).compress
             self._roundings[key] = measure(exact, [one, *more], precision, compress)
         return self._roundings[key]
@@ -177,9 +177,13 @@ def _reference_key(layout: Layout, precision: str) -> tuple[object, ...]:
     return reference_layout(layout), precision, layout.compile
 
 
-def _ways(precision: str) -> tuple[str, str]:
-    """How one device may take a step in a precision: as it does, and as layouts do."""
-    return "plain", "narrow" if precision in AUTOCAST else "reordered"
+def _ways(layout: Layout) -> tuple[str, str]:
+    """How the reference of `layout` may take a step: as it does, and as layouts do.
+
+    Weights in 16 bits are those of sharded replicas, which neither compress nor step by themselves.
+    """
+    is_narrow = layout.precision in AUTOCAST and reference_layout(layout).dp == 1
+    return "plain", "narrow" if is_narrow else "reordered"
 
 
 def _record(env: RankEnv, config: RunConfig) -> Recording:

@@ -53,3 +53,17 @@ def test_where_one_replica_overflows_none_steps_and_all_scale_less(verifier: Ver
     assert scales == [2.0**15, 2.0**15]
     for weights in after:
         assert all(np.array_equal(weights[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("precision", ["float64", "bf16"])
+def test_replicas_that_compress_go_on_with_the_first_ones_running_statistics(
+    precision: str,
+) -> None:
+    config = load_config(find_recipe("digits"), ["model.args.batch_norm=true"]).config
+    layout = Layout.parse("dp=2,compress=bf16")
+    verifier = Verifier(config, [layout], steps=2)
+    try:
+        row = verifier.check(layout, precision)
+        assert row.verdict == "same", row
+    finally:
+        verifier.close()
