@@ -103,9 +103,8 @@ class OneModel:
         before = to_numpy(full_state(training.arranged))
         everyone: list[dict[str, Tensor]] = []
         loss = 0.0
-        for batch in reversed(
-            batches
-        ):  # so that the running statistics left behind are the first's
+        # The first replica last, because its running statistics are those that all go on with.
+        for batch in reversed(batches):
             load_state(training.model, before)
             loss += backward(training, batch, way)
             # Replicas are averaged, so each one's gradient is of its share times their number.
