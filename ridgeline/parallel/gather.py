@@ -2,7 +2,8 @@
 
 Undoes, for looking at it, what techniques did: shards of ZeRO are gathered, pieces of tensor-parallel
 parameters joined (without their padding), the stages of a pipeline put together. Every rank has to call
-these; the result is complete on rank 0. Called by `train/run.py` for the final weights and by `verify/`.
+these; the result is complete on rank 0. What replicas have each for themselves is gathered apart from what
+they have in common. Called by `train/run.py` for the final weights and by `verify/`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ridgeline.parallel.arranged import Arranged
+from ridgeline.parallel.compress import Memory
 
 
 @torch.no_grad()
@@ -35,6 +37,43 @@ def full_gradients(built: Arranged) -> dict[str, Tensor]:
 @torch.no_grad()
 def full_state(built: Arranged) -> dict[str, Tensor]:
     """Weights as the optimizer has them and the buffers of the state dict, tied names included."""
+    found = _state(built)
+    return found if built.mesh.is_main else {}
+
+
+@torch.no_grad()
+def replica_gradients(built: Arranged) -> list[dict[str, Tensor]]:
+    """The gradients of each replica where they are its own, on rank 0; empty elsewhere.
+
+    Replicas that step by themselves (`sync=local:k`) have their own gradients. Those that compress with
+    error feedback (`powersgd`) reduce what `given_to_compression` says.
+    """
+    if built.local_sync:
+        return _over_replicas(built, full_gradients(built))
+    if built.compression is not None:
+        return _over_replicas(built, given_to_compression(built, built.compression.memory))
+    return []
+
+
+@torch.no_grad()
+def replica_states(built: Arranged) -> list[dict[str, Tensor]]:
+    """What `full_state` gives, of each replica, on rank 0; empty where all replicas are the same."""
+    return _over_replicas(built, _state(built)) if built.local_sync else []
+
+
+def given_to_compression(built: Arranged, memory: Memory) -> dict[str, Tensor]:
+    """What a replica gave to be compressed in low rank, once that is done: what came out of it and what
+    it left out, which `memory` has."""
+    names = {id(parameter): name for name, parameter in built.model.named_parameters()}
+    return {
+        names[id(p)]: p.grad + memory.errors[name].view_as(p.grad)
+        for name, p in built.objective.named_parameters()
+        if p.grad is not None and name in memory.errors
+    }
+
+
+def _state(built: Arranged) -> dict[str, Tensor]:
+    """On the ranks of the first stage, those of every replica."""
     found: dict[str, Tensor] = {}
     for part in built.parts:
         found |= _buffers(part)
@@ -47,8 +86,6 @@ def full_state(built: Arranged) -> dict[str, Tensor]:
     for flat in built.flats:
         found |= flat.full_weights()
     found = _over_stages(built, _joined(built, found))
-    if not built.mesh.is_main:
-        return {}
     # In the order, and under all the names, that one device would have.
     return {name: found[source] for name, source in built.state_names.items() if source in found}
 
@@ -88,12 +125,23 @@ def _over_stages(built: Arranged, found: dict[str, Tensor]) -> dict[str, Tensor]
     group = built.mesh.group("pp")
     if group is None:
         return found
-    here = {name: value.cpu() for name, value in found.items()}
+    merged: dict[str, Tensor] = {}
+    for part in _to_first(found, group):
+        merged |= part
+    return merged
+
+
+def _over_replicas(built: Arranged, found: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """What every replica has, on the rank of the first."""
+    group = built.mesh.data_group
+    return [found] if group is None else _to_first(found, group)
+
+
+def _to_first(found: dict[str, Tensor], group: dist.ProcessGroup) -> list[dict[str, Tensor]]:
+    """What the ranks of `group` have, in their order, on its first; nothing on the others."""
+    here = {name: value.detach().cpu() for name, value in found.items()}
     everyone: list[dict[str, Tensor]] | None = None
     if dist.get_rank(group) == 0:
         everyone = [{} for _ in range(dist.get_world_size(group))]
     dist.gather_object(here, everyone, group_dst=0, group=group)
-    merged: dict[str, Tensor] = {}
-    for part in everyone or ():
-        merged |= part
-    return merged
+    return everyone or []

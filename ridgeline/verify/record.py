@@ -1,13 +1,14 @@
 """Train a few steps and keep every loss, gradient and weight, gathered to full tensors.
 
 This is the trainer itself: `build_training`, its loaders, its step, its evaluation; only the records
-differ. So what is compared is what runs. Called on every rank by `ranks.py`; the result is complete on
+differ. So what is compared is what runs. Called on every rank by `run.py`; the result is complete on
 rank 0.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,16 +19,27 @@ from ridgeline.config import RunConfig
 from ridgeline.data.batch import Batch
 from ridgeline.data.subset import FirstSamples
 from ridgeline.launch.env import RankEnv
-from ridgeline.parallel.gather import full_gradients, full_state
+from ridgeline.parallel.gather import (
+    full_gradients,
+    full_state,
+    replica_gradients,
+    replica_states,
+)
 from ridgeline.train.evaluate import evaluate
 from ridgeline.train.setup import Training, build_training
 
 Tensors = dict[str, np.ndarray]
 
+_REPLICA = "replica/"
+
 
 @dataclass
 class Recording:
-    """What a short training did. One entry a step; on ranks other than 0 tensors are missing."""
+    """What a short training did. One entry a step; on ranks other than 0 tensors are missing.
+
+    Gradients and weights have the model's own names. What belongs to one replica stands beside them, as
+    `name_of` says.
+    """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -43,18 +55,22 @@ class Recording:
 def record_training(config: RunConfig, env: RankEnv) -> Recording:
     """Train `config.train.steps` steps; every rank calls this."""
     training = build_short(config, env)
-    recording = Recording(notes=list(training.arranged.notes))
+    arranged = training.arranged
+    recording = Recording(notes=list(arranged.notes))
     recording.num_parameters = training.model_facts.num_parameters
     try:
-        training.arranged.train()
+        arranged.train()
         for step, batch in enumerate(batches(training)):
             training.set_lr(step)
             share = training.forward_backward(training.to_device(batch), training.clock)
             loss = training.mesh.sum_over_data(share.double())
             recording.losses.append(float(loss))
-            recording.gradients.append(unscaled(training, full_gradients(training.arranged)))
+            gradients = named(full_gradients(arranged), replica_gradients(arranged))
+            recording.gradients.append(unscaled(training, gradients))
             training.update()
-            recording.weights.append(to_numpy(full_state(training.arranged)))
+            recording.weights.append(
+                to_numpy(named(full_state(arranged), replica_states(arranged)))
+            )
         recording.metrics = metrics_of(training)
     finally:
         training.close_loaders()
@@ -88,14 +104,34 @@ def metrics_of(training: Training) -> dict[str, float]:
 
 def batches(training: Training) -> Iterator[Batch]:
     """The batches of all steps, over as many epochs as that takes."""
-    epoch, left = 0, training.num_steps
-    while left:
-        for batch in training.loader.epoch(epoch):
-            yield batch
-            left -= 1
-            if not left:
-                return
-        epoch += 1
+    epochs = (training.loader.epoch(epoch) for epoch in itertools.count())
+    return itertools.islice(itertools.chain.from_iterable(epochs), training.num_steps)
+
+
+def name_of(replica: int, name: str) -> str:
+    """A tensor of one replica in a recording."""
+    return f"{_REPLICA}{replica}/{name}"
+
+
+def is_common(name: str) -> bool:
+    """Whether a tensor of a recording is no single replica's."""
+    return not name.startswith(_REPLICA)
+
+
+def named(
+    common: dict[str, torch.Tensor], own: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What all replicas have and what each has for itself, as a recording holds it."""
+    result = dict(common)
+    for replica, tensors in enumerate(own):
+        result |= {name_of(replica, name): value for name, value in tensors.items()}
+    return result
+
+
+def of_replica(tensors: Tensors, replica: int) -> Tensors:
+    """What a recording has of one replica alone, by the model's own names."""
+    prefix = name_of(replica, "")
+    return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
 
 
 def unscaled(training: Training, gradients: dict[str, torch.Tensor]) -> Tensors:

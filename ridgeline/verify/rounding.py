@@ -22,7 +22,7 @@ from ridgeline.verify.compare import (
     relative,
     require_same_steps,
 )
-from ridgeline.verify.record import Recording, Tensors
+from ridgeline.verify.record import Recording, Tensors, is_common
 
 FACTOR = 3.0
 """What a layout may add to one device's rounding: partial sums and activations rounded once more."""
@@ -53,18 +53,26 @@ class Rounding:
 
 
 def measure(
-    exact: Recording, rounded: list[Recording], precision: str, before: Rounding | None = None
+    exact: Recording,
+    rounded: list[Recording],
+    precision: str,
+    compress: str = "none",
+    before: Rounding | None = None,
 ) -> Rounding:
-    """How far `rounded` trainings of one device are from `exact`; `before` was measured already."""
+    """How far `rounded` trainings of one device are from `exact`; `before` was measured already.
+
+    Gradients that replicas `compress` to 16 bits are kept in those, whatever they were computed in.
+    """
     eps = EPS[precision]
+    kept = max(eps, EPS.get(compress, 0.0))
     found = Rounding(loss=eps, evaluation=eps) if before is None else copy.deepcopy(before)
     for other in rounded:
         for step, loss in enumerate(exact.losses):
             found.loss = _larger(found.loss, relative(loss, other.losses[step]))
             for name, distance, factor in _gradients(exact, other, step):
                 least = distance / math.sqrt(max(exact.gradients[step][name].size, 1))
-                _raise(found.distances, name, max(distance, eps))
-                _raise(found.factors, name, max(factor, least, eps))
+                _raise(found.distances, name, max(distance, kept))
+                _raise(found.factors, name, max(factor, least, kept))
             for name, distance in _distances(exact.weights[step], other.weights[step]):
                 _raise(found.weights, name, max(distance, _WEIGHT_EPS))
         found.evaluation = _larger(found.evaluation, _evaluations(exact, other))
@@ -102,6 +110,7 @@ def _why_unclear(exact: Recording, rounding: Rounding) -> str:
     bounds = {
         name: FACTOR * min(rounding.distances[name], factor)
         for name, factor in rounding.factors.items()
+        if is_common(name)
     }
     if FACTOR * rounding.loss > _TELLING:
         return f"rounding alone moves the loss by {rounding.loss:.0%} on one device"

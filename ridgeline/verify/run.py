@@ -2,8 +2,9 @@
 
 First in float64, where the same formula agrees to 1e-9 and a wrong one does not; then in the recipe's
 own precision, step by step from the layout's own weights (`follow.py`), where a layout may be as far from
-the exact step as one device is, times a small factor (`rounding.py`). Called by `cli.py` and by
-the parity tests.
+the exact step as one device is, times a small factor (`rounding.py`). Where a layout's replicas are not
+one device, "one device" is what `reference.py` puts in its place. Called by `cli.py` and by the parity
+tests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ridgeline.train.setup import check_batch
 from ridgeline.verify.compare import Comparison, compare
 from ridgeline.verify.follow import follow
 from ridgeline.verify.record import Recording, record_training
-from ridgeline.verify.reference import needs_simulation, simulate
+from ridgeline.verify.reference import reference_layout
 from ridgeline.verify.rounding import Rounding, compare_rounded, measure
 from ridgeline.verify.small import shrink
 
@@ -80,7 +81,10 @@ class Verifier:
         start = time.perf_counter()
         try:
             if precision == "float64":
-                found = compare(self._reference(layout, precision), self._record(layout, precision))
+                found = compare(
+                    self._reference(layout, precision),
+                    self._record(layout, precision, layout.compile),
+                )
             else:
                 found = self._compare_rounded(layout.replace(precision=precision))
         except BrokenReference:
@@ -92,44 +96,40 @@ class Verifier:
         return Row(layout, precision, found, seconds=time.perf_counter() - start)
 
     def _compare_rounded(self, layout: Layout) -> Comparison:
-        rounding = self._rounding(layout)
-        found = self._record(layout, layout.precision)
-        if needs_simulation(layout):
-            return compare_rounded(self._reference(layout, "float64"), found, rounding)
-        precision = layout.precision
+        precision, rounding = layout.precision, self._rounding(layout)
+        found = self._record(layout, precision, layout.compile)
         exact = self._follow(layout, "float64", found)
         verdict = compare_rounded(exact, found, rounding)
         if not verdict.same:
             # Where two values nearly tie (a maximum, a kink) rounding depends on the weights: before
             # a layout is blamed, one device shows what it makes of these.
-            here = [self._follow(layout, precision, found, way) for way in _ways(precision)]
-            verdict = compare_rounded(exact, found, measure(exact, here, precision, rounding))
+            here = [self._follow(layout, precision, found, way) for way in _ways(layout)]
+            rounding = measure(exact, here, precision, reference_layout(layout).compress, rounding)
+            verdict = compare_rounded(exact, found, rounding)
         return verdict
 
     def _rounding(self, layout: Layout) -> Rounding:
         """How far one device is from float64 in the layout's precision; measured once for each."""
-        precision, simulated = layout.precision, needs_simulation(layout)
+        precision = layout.precision
         key = _reference_key(layout, precision)
         if key not in self._roundings:
             one = self._reference(layout, precision)
-            if simulated:
-                exact, more = self._reference(layout, "float64"), []
-            else:
-                exact = self._follow(layout, "float64", one)
-                more = [self._follow(layout, precision, one, way) for way in _ways(precision)[1:]]
-            self._roundings[key] = measure(exact, [one, *more], precision)
+            exact = self._follow(layout, "float64", one)
+            more = [self._follow(layout, precision, one, way) for way in _ways(layout)[1:]]
+            compress = reference_layout(layout).compress
+            self._roundings[key] = measure(exact, [one, *more], precision, compress)
         return self._roundings[key]
 
     def _reference(self, layout: Layout, precision: str) -> Recording:
-        """One device, with the microbatches of the layout: batch norm sees one at a time."""
+        """The training that the layout's has to be the same as."""
         key = _reference_key(layout, precision)
         if key not in self._references:
             try:
-                config = self._configured(_alone(layout), precision, even=layout.compile)
-                if needs_simulation(layout):
-                    self._references[key] = self._on(1)(_simulate, config, str(layout))
+                reference = reference_layout(layout)
+                if reference.dp > 1:
+                    self._references[key] = self._follow(layout, precision, None)
                 else:
-                    self._references[key] = self._on(1)(_record, config)
+                    self._references[key] = self._record(reference, precision, layout.compile)
             except RunError as error:
                 # Nothing to compare with: no layout is at fault.
                 raise BrokenReference(
@@ -138,16 +138,17 @@ class Verifier:
         return self._references[key]
 
     def _follow(
-        self, layout: Layout, precision: str, track: Recording, way: str = "plain"
+        self, layout: Layout, precision: str, track: Recording | None, way: str = "plain"
     ) -> Recording:
         """What one device finds along the training of `layout`."""
-        config = self._configured(_alone(layout), precision, even=layout.compile)
-        found: Recording = self._on(1)(_follow, config, track, way)
+        reference = reference_layout(layout)
+        config = self._configured(reference.replace(dp=1), precision, even=layout.compile)
+        found: Recording = self._on(1)(_follow, config, str(reference), track, way)
         return found
 
-    def _record(self, layout: Layout, precision: str) -> Recording:
+    def _record(self, layout: Layout, precision: str, even: bool) -> Recording:
         ranks = self._on(layout.world_size)
-        config = self._configured(layout, precision, even=layout.compile)
+        config = self._configured(layout, precision, even)
         recording: Recording = ranks(_record, config)
         return recording
 
@@ -173,27 +174,23 @@ class Verifier:
 
 def _reference_key(layout: Layout, precision: str) -> tuple[object, ...]:
     """Layouts of which one device's training is the same."""
-    simulated = needs_simulation(layout)
-    alone = layout.replace(precision="fp32") if simulated else _alone(layout)
-    return alone, precision, layout.compile
+    return reference_layout(layout), precision, layout.compile
 
 
-def _ways(precision: str) -> tuple[str, str]:
-    """How one device may take a step in a precision: as it does, and as layouts do."""
-    return "plain", "narrow" if precision in AUTOCAST else "reordered"
+def _ways(layout: Layout) -> tuple[str, str]:
+    """How the reference of `layout` may take a step: as it does, and as layouts do.
 
-
-def _alone(layout: Layout) -> Layout:
-    return Layout(accumulate=max(layout.accumulate, layout.microbatches))
+    Weights in 16 bits are those of sharded replicas, which neither compress nor step by themselves.
+    """
+    is_narrow = layout.precision in AUTOCAST and reference_layout(layout).dp == 1
+    return "plain", "narrow" if is_narrow else "reordered"
 
 
 def _record(env: RankEnv, config: RunConfig) -> Recording:
     return record_training(config, env)
 
 
-def _simulate(env: RankEnv, config: RunConfig, layout: str) -> Recording:
-    return simulate(config, env, Layout.parse(layout))
-
-
-def _follow(env: RankEnv, config: RunConfig, track: Recording, way: str) -> Recording:
-    return follow(config, env, track, way)
+def _follow(
+    env: RankEnv, config: RunConfig, layout: str, track: Recording | None, way: str
+) -> Recording:
+    return follow(config, env, Layout.parse(layout), track, way)

@@ -128,7 +128,17 @@ def test_a_header_is_above_its_columns_for_short_layouts() -> None:
 @pytest.mark.slow
 def test_ctrl_c_says_so_and_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "ridgeline.cli", "verify", "digits", "--layout", "dp=2", "--steps", "500"],
+        [
+            sys.executable,
+            "-m",
+            "ridgeline.cli",
+            "verify",
+            "digits",
+            "--layout",
+            "dp=2",
+            "--steps",
+            "500",
+        ],
         cwd=tmp_path,
         env=environment(tmp_path),
         stdout=subprocess.PIPE,
@@ -145,8 +155,6 @@ def test_ctrl_c_says_so_and_leaves_no_process(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.strip() == (
-        "ridgeline: interrupted; layouts without a row above were not proven"
-    )
+    assert errors.strip() == ("ridgeline: interrupted; layouts without a row above were not proven")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket
 
 import ridgeline.verify.run as verify_run
 from ridgeline.config import RunConfig, find_recipe, load_config
+from ridgeline.data.batch import Batch
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
-from ridgeline.parallel import float8
+from ridgeline.parallel import float8, localsync
 from ridgeline.parallel.arranged import Arranged
+from ridgeline.parallel.compress import Compression
+from ridgeline.parallel.localsync import LocalSync
 from ridgeline.parallel.precision import Precision
 from ridgeline.train import evaluate
+from ridgeline.train.clock import Clock
 from ridgeline.train.setup import Training, build_training
 from ridgeline.verify import record
 from ridgeline.verify.record import Recording
 from ridgeline.verify.run import Row, Verifier
 
 STEPS = 2
+NEAR_ZERO = 2.0**-12
+"""Of a gradient's largest element: less than what fp16 rounds that to."""
 LAYOUTS = (
     "dp=2,zero=1,precision=bf16",
     "dp=2,zero=3,precision=fp16",
@@ -29,6 +37,7 @@ LAYOUTS = (
     "spatial=2,precision=fp16",
     "pp=2,microbatches=2,precision=fp16",
     "dp=2,sync=local:2,precision=fp16",
+    "dp=2,compress=powersgd:2,precision=fp16",
 )
 MLP = "model={name: mlp, args: {in_features: 64, hidden: 24, out_features: 10}}"
 
@@ -118,6 +127,42 @@ def _scales_of_half_a_row() -> None:
     float8.find_largest = find  # type: ignore[attr-defined]
 
 
+def _before_each_reduction(forget: Callable[[Compression], None]) -> None:
+    right = Compression.reduce
+
+    def reduce(self: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            forget(self)
+        return right(self, bucket)
+
+    Compression.reduce = reduce  # type: ignore[method-assign]
+
+
+def _no_error_feedback() -> None:
+    _before_each_reduction(lambda compression: compression.memory.errors.clear())
+
+
+def _cold_start() -> None:
+    """Every step guesses at the low rank anew."""
+    _before_each_reduction(lambda compression: compression.memory.q.clear())
+
+
+def _equal_replicas() -> None:
+    """Replicas count the same in an average, whatever they have seen."""
+    right = LocalSync.after_step
+    LocalSync.after_step = lambda self, step, weight=1.0: right(self, step)  # type: ignore[method-assign]
+
+
+def _average_for_the_first_only() -> None:
+    right = localsync._copy_back
+
+    def copy_back(flat: Tensor, bucket: Sequence[Tensor]) -> None:
+        if torch.distributed.get_rank() == 0:
+            right(flat, bucket)
+
+    localsync._copy_back = copy_back
+
+
 MISTAKES = {
     "scales of half a row": _scales_of_half_a_row,
     "longer gradients": _longer_gradients,
@@ -127,6 +172,10 @@ MISTAKES = {
     "wrong rate": _wrong_rate,
     "equal shares of an uneven batch": _equal_shares,
     "metrics of one rank": _metrics_of_one_rank,
+    "no error feedback": _no_error_feedback,
+    "cold start": _cold_start,
+    "equal replicas": _equal_replicas,
+    "average for the first only": _average_for_the_first_only,
 }
 _planted = ""
 
@@ -152,6 +201,16 @@ def record_with_mistake(env: RankEnv, config: RunConfig) -> Recording:
         ("scales of half a row", "llama", "dp=2,precision=fp8", "gradient"),
         ("equal shares of an uneven batch", "mlp", "dp=2", "at step 2"),
         ("metrics of one rank", "mlp", "dp=2", "metric loss"),
+        ("longer gradients", "mlp", "dp=2,compress=powersgd:2,precision=bf16", "gradient"),
+        ("longer gradients", "mlp", "dp=2,compress=bf16,precision=fp16", "gradient"),
+        ("longer gradients", "mlp", "dp=2,sync=local:2,precision=fp16", "gradient"),
+        ("longer gradients", "llama", "dp=2,sync=local:2,precision=fp8", "gradient"),
+        ("no error feedback", "mlp", "dp=2,compress=powersgd:2,precision=bf16", "at step 2"),
+        ("cold start", "mlp", "dp=2,compress=powersgd:2,precision=fp16", "at step 2"),
+        ("wrong rate", "mlp", "dp=2,compress=powersgd:2,precision=bf16", "weight"),
+        ("wrong rate", "mlp", "dp=2,sync=local:2,precision=bf16", "weight"),
+        ("equal replicas", "mlp", "dp=2,sync=local:2,precision=bf16", "weight"),
+        ("average for the first only", "mlp", "dp=2,sync=local:2,precision=fp16", "replica/1/"),
     ],
 )
 def test_a_planted_mistake_differs(
@@ -171,5 +230,47 @@ def test_a_planted_mistake_differs(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_right_is_the_same(proofs: dict[str, Proofs], layout: str) -> None:
+    row = proofs["cnn"].verdict(layout)
+    assert row.verdict == "same", row
+
+
+def _other_signs_near_zero(env: RankEnv, config: RunConfig) -> Recording:
+    """A right training that has rounded gradients near zero to the other side, of one replica where each
+    has its own."""
+    num_turned = 0
+
+    def build(config: RunConfig, env: RankEnv) -> Training:
+        training = build_training(config, env)
+
+        def forward_backward(batch: Batch, clock: Clock) -> Tensor:
+            nonlocal num_turned
+            share = training.forward_backward(batch, clock)
+            for parameter in training.model.parameters():
+                gradient = parameter.grad
+                assert gradient is not None
+                size = gradient.abs()
+                is_tiny = (size > 0) & (size < NEAR_ZERO * size.amax())
+                gradient.copy_(gradient.where(~is_tiny, -gradient))
+                num_turned += int(is_tiny.sum())
+            return share
+
+        if training.arranged.local_sync and env.rank != 0:
+            return training
+        return replace(training, forward_backward=forward_backward)
+
+    record.build_training = build  # type: ignore[attr-defined]
+    recording = record.record_training(config, env)
+    assert num_turned or env.rank != 0, "no gradient is near zero"
+    return recording
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2,sync=local:2,precision=fp16", "dp=2,compress=powersgd:2,precision=fp16"]
+)
+def test_signs_of_gradients_near_zero_are_no_difference(
+    monkeypatch: pytest.MonkeyPatch, proofs: dict[str, Proofs], layout: str
+) -> None:
+    """Adam makes of such a gradient a step as long as any, in one direction or in the other."""
+    monkeypatch.setattr(verify_run, "_record", _other_signs_near_zero)
     row = proofs["cnn"].verdict(layout)
     assert row.verdict == "same", row

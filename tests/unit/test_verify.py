@@ -13,6 +13,7 @@ from ridgeline.layout import Layout, check_layout, techniques
 from ridgeline.verify.compare import Sizes, compare
 from ridgeline.verify.layouts import all_layouts, factored_layouts, merge
 from ridgeline.verify.record import Recording
+from ridgeline.verify.rounding import compare_rounded, measure
 from ridgeline.verify.small import shrink
 
 
@@ -64,6 +65,18 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
     one.gradients[0]["b"][:] = 1e-19
     other.gradients[0]["b"][:] = -3e-19
     assert compare(one, other).same
+
+
+@pytest.mark.parametrize(("compress", "is_same"), [("none", False), ("bf16", True)])
+def test_what_is_sent_in_16_bits_may_be_rounded_to_either_neighbour(
+    compress: str, is_same: bool
+) -> None:
+    """Also where one device has met no such number: it is one element in thousands."""
+    other = recording()
+    gradient = other.gradients[1]["a"]
+    gradient[0, 0] *= 1 + 2.0**-7
+    rounding = measure(recording(), [recording()], "fp32", compress)
+    assert compare_rounded(recording(), other, rounding).same is is_same
 
 
 def test_every_listed_layout_can_be_run() -> None:

@@ -1,0 +1,85 @@
+"""A step of one device, taken apart: from given weights to gradients, and from given gradients to weights.
+
+Between the two `follow.py` puts what a layout had in their place. Called by `reference.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ridgeline.data.batch import Batch
+from ridgeline.parallel.precision import AUTOCAST
+from ridgeline.train.setup import Training
+from ridgeline.verify.record import Tensors
+
+
+@torch.no_grad()
+def load_state(model: nn.Module, state: Tensors) -> None:
+    own = model.state_dict()
+    for name, value in state.items():
+        own[name].copy_(torch.from_numpy(value))
+
+
+def backward(training: Training, batch: Batch, way: str) -> float:
+    """Leaves the gradients of a batch, or of a replica's share; returns its part of the loss.
+
+    plain: as one device does; reordered: the samples of each microbatch in another order; narrow: weights
+    and gradients in 16 bits, as sharded replicas keep them.
+    """
+    given = _reordered(batch) if way == "reordered" else batch
+    with _narrow(training) if way == "narrow" else nullcontext():
+        share = training.forward_backward(training.to_device(given), training.clock)
+    return float(share.double())
+
+
+def is_finite(gradients: Tensors) -> bool:
+    return all(np.isfinite(value).all() for value in gradients.values())
+
+
+def update(training: Training, gradients: Tensors, is_left_out: bool) -> None:
+    """The update one device does with these gradients.
+
+    One `is_left_out` where any gradient overflowed, a replica's elsewhere too; of that loss scaling has to
+    hear, because it goes on with another scale.
+    """
+    training.optimizer.zero_grad(set_to_none=True)
+    if is_left_out and training.precision.scaler is None:
+        return
+    scale = training.precision.scale()
+    for name, parameter in training.model.named_parameters():
+        if name in gradients:
+            value = torch.from_numpy(gradients[name]).to(parameter.dtype)
+            parameter.grad = value.reshape(parameter.shape) * (torch.inf if is_left_out else scale)
+    training.update()
+
+
+@contextmanager
+def _narrow(training: Training) -> Iterator[None]:
+    """Weights, and with them gradients, in the 16 bits of the precision; both are given back wide."""
+    dtype = AUTOCAST[training.precision.name]
+    wide = [(parameter, parameter.data) for parameter in training.model.parameters()]
+    for parameter, data in wide:
+        parameter.data = data.to(dtype)
+    yield
+    for parameter, data in wide:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = data
+        parameter.grad = None if gradient is None else gradient.to(data.dtype)
+
+
+def _reordered(batch: Batch) -> Batch:
+    """The samples of each microbatch from the last to the first: the same sums in another order."""
+
+    def turned(parts: list[Tensor]) -> list[Tensor]:
+        return [part.flip(0) for part in parts]
+
+    indices = tuple(part[::-1].copy() for part in batch.indices)
+    return replace(
+        batch, inputs=turned(batch.inputs), targets=turned(batch.targets), indices=indices
+    )
