@@ -61,9 +61,15 @@ def update(training: Training, gradients: Tensors, is_left_out: bool) -> None:
 
 @contextmanager
 def _narrow(training: Training) -> Iterator[None]:
-    """Weights, and with them gradients, in the 16 bits of the precision; both are given back wide."""
+    """Weights, and with them gradients, in the 16 bits of the precision; both are given back wide. Those of
+    norms with running statistics stay what these are: torch takes no other pair."""
     dtype = AUTOCAST[training.precision.name]
-    wide = [(parameter, parameter.data) for parameter in training.model.parameters()]
+    wide = [
+        (parameter, parameter.data)
+        for module in training.model.modules()
+        if getattr(module, "running_mean", None) is None
+        for parameter in module.parameters(recurse=False)
+    ]
     for parameter, data in wide:
         parameter.data = data.to(dtype)
     yield
