@@ -12,13 +12,10 @@ Shapes: M and N rows, K the contracted dimension, R and C any rows and columns.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+
+from ridgeline.parallel.operators import build_operator, has_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -122,12 +119,7 @@ def _plain_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _in_one_kernel(values: Tensor) -> bool:
     """Tensors that stand for others (traced, cut over ranks) are for torch's own functions."""
-    return values.is_cuda and type(values) in (Tensor, nn.Parameter) and _has_triton()
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return values.is_cuda and type(values) in (Tensor, nn.Parameter) and has_triton()
 
 
 def _fake_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,20 +157,7 @@ def _fake_with_weight(
     return torch.empty((a_MK.shape[0], weight_KN.shape[1]), dtype=dtype, device=a_MK.device)
 
 
-_OPERATORS = torch.library.Library("ridgeline", "FRAGMENT")
-
-
-def _operator(name: str, call: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registered by hand: `torch.library.custom_op` looks for aliases and gradients in every call, which
-    with a thousand calls a step is what a fast device waits for."""
-    schema = torch.library.infer_schema(call, mutates_args=())
-    _OPERATORS.define(f"{name}{schema}")
-    _OPERATORS.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ridgeline::{name}", fake, lib=_OPERATORS)
-    return getattr(torch.ops.ridgeline, name).default
-
-
-CAST_OP = _operator("fp8_cast", cast, _fake_cast)
-CAST_BOTH_OP = _operator("fp8_cast_both", cast_both, _fake_cast_both)
-PRODUCT_OP = _operator("fp8_product", product, _fake_product)
-WEIGHT_OP = _operator("fp8_product_with_weight", product_with_weight, _fake_with_weight)
+CAST_OP = build_operator("fp8_cast", cast, _fake_cast)
+CAST_BOTH_OP = build_operator("fp8_cast_both", cast_both, _fake_cast_both)
+PRODUCT_OP = build_operator("fp8_product", product, _fake_product)
+WEIGHT_OP = build_operator("fp8_product_with_weight", product_with_weight, _fake_with_weight)
