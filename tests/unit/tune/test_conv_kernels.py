@@ -19,6 +19,7 @@ from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout
 from ridgeline.parallel import conv_ops
 from ridgeline.parallel.apply import arrange
+from ridgeline.parallel.batchnorm import SyncBatchNorm
 from ridgeline.parallel.conv_layers import (
     KernelBatchNorm2d,
     KernelMaxPool2d,
@@ -172,6 +173,7 @@ def test_what_has_no_kernel_is_left_to_torch() -> None:
         nn.MaxPool2d(2, padding=2),
         nn.BatchNorm1d(3),
         nn.SyncBatchNorm(3),
+        SyncBatchNorm(3),  # over all ranks
         type("Own", (nn.BatchNorm2d,), {})(3),
     ]
     assert not any(map(has_conv_kernel, left))
