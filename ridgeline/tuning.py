@@ -40,6 +40,9 @@ class TuneConfig:
     """Time the library's kernels for each new shape of convolution and keep the fastest (CUDA)."""
     search_tiles: bool = False
     """Time tile sizes for each fused kernel while compiling and keep the fastest (compile=true, CUDA)."""
+    conv_kernels: bool = False
+    """Kernels of our own for the statistics of 2-D batch norms and for 2-D max pools, where channels come
+    last in memory (compile=true, CUDA)."""
     fp8_scaling: str = "mixed"
     """Scales of precision=fp8: row: one a row or column in each product; mixed: the same, but one a tensor
     for weight gradients; tensor: one a tensor; careful: row, with weight gradients in bf16."""

@@ -35,6 +35,8 @@ class Look:
     num_norms: int = 0
     """RMS norms, of torch's, ours and the kind that `transformers` has."""
     num_batch_norms: int = 0
+    num_conv_kernels: int = 0
+    """Batch norms and max pools that `tune.conv_kernels` changes."""
 
 
 def look_at(config: RunConfig) -> Look:
@@ -62,6 +64,7 @@ def look_of(model: nn.Module) -> Look:
     from torch import nn
 
     from ridgeline.parallel.blocks import find_blocks
+    from ridgeline.parallel.conv_layers import has_conv_kernel
 
     modules = list(model.modules())
     blocks = find_blocks(model).values()
@@ -80,4 +83,5 @@ def look_of(model: nn.Module) -> Look:
         num_outputs=linears[-1].out_features if linears else 0,
         num_norms=sum(type(m).__name__.endswith("RMSNorm") for m in modules),
         num_batch_norms=sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules),
+        num_conv_kernels=sum(has_conv_kernel(m) for m in modules),
     )

@@ -169,6 +169,16 @@ def _narrow(built: Arranged) -> None:
 
         for module in built.parts:
             built.notes.append(apply_fused_norms(module, built.layout))
+    if tune.conv_kernels:
+        from ridgeline.parallel.conv_layers import apply_conv_kernels
+
+        found = sum(apply_conv_kernels(module, built.layout) for module in built.parts)
+        if not found and built.staged is None:
+            raise UsageError(
+                "tune.conv_kernels=true: the model has neither a 2-D batch norm nor a 2-D max pool that it "
+                "would change; leave it out"
+            )
+        built.notes.append(f"{found} batch norms and max pools have kernels of their own")
     if tune.pad:
         from ridgeline.parallel.tuned import apply_padding
 

@@ -8,12 +8,12 @@ registers along either side. Called by `float8_ops.py` on CUDA, where torch brin
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ridgeline.parallel.operators import on_device_of
 
 BLOCK = (32, 128)
 """Rows and columns of a tile: the fastest on an H200 of those that `benchmarks/gpu_float8.py` tries."""
@@ -63,7 +63,7 @@ def cast(
         turned = torch.empty((num_columns, num_rows), dtype=dtype, device=values_RC.device)
     if values_RC.numel():
         grid = (triton.cdiv(num_rows, BLOCK[0]), triton.cdiv(num_columns, BLOCK[1]))
-        with _on_device_of(values_RC):
+        with on_device_of(values_RC):
             _cast[grid](
                 values_RC, values_RC.stride(0), *_written(rows, rows_top, values_RC),
                 *_written(turned, turned_top, values_RC), num_rows, num_columns, MOST=most,
@@ -71,11 +71,6 @@ def cast(
                 BLOCK_R=BLOCK[0], BLOCK_C=BLOCK[1], num_warps=WARPS,
             )  # fmt: skip
     return rows, turned
-
-
-def _on_device_of(values: Tensor) -> AbstractContextManager[None]:
-    here = torch.cuda.current_device() == values.device.index
-    return nullcontext() if here else torch.cuda.device(values.device)
 
 
 def _written(

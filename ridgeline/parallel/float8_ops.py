@@ -1,8 +1,8 @@
 """fp8 by hand: the largest value, the cast, the product, and the last two as operators of our own.
 
 A compiler that sees into `torch._scaled_mm` gets it wrong: on an H200 with torch 2.11 the compiled products
-of backward came out as zeros. An operator of our own is opaque: the
-compiler knows the shape that comes out and calls what runs in eager mode. The search for largest values is
+of backward came out as zeros. An operator of our own is opaque: the compiler knows the shape that comes
+out and calls what runs in eager mode. The search for largest values is
 not hidden from it: in the kernel that makes a matrix it costs nothing. The casts are hidden because they
 cannot be fused with anything, the scale of a tensor being known only when all of it was seen, and because
 a kernel of our own writes a matrix and the matrix turned over in one pass. Called by `float8.py`.
@@ -12,13 +12,12 @@ Shapes: M and N rows, K the contracted dimension, R and C any rows and columns.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ridgeline.parallel.operators import build_operator, has_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -134,7 +133,7 @@ def _in_one_kernel(values: Tensor) -> bool:
 @lru_cache(maxsize=16)
 def _has_kernel(device: torch.device) -> bool:
     """Triton knows the types only where the device does."""
-    return importlib.util.find_spec("triton") is not None and has_fp8_products(device)
+    return has_triton() and has_fp8_products(device)
 
 
 def _fake_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
@@ -172,20 +171,7 @@ def _fake_with_weight(
     return torch.empty((a_MK.shape[0], weight_KN.shape[1]), dtype=dtype, device=a_MK.device)
 
 
-_OPERATORS = torch.library.Library("ridgeline", "FRAGMENT")
-
-
-def _operator(name: str, call: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registered by hand: `torch.library.custom_op` looks for aliases and gradients in every call, which
-    with a thousand calls a step is what a fast device waits for."""
-    schema = torch.library.infer_schema(call, mutates_args=())
-    _OPERATORS.define(f"{name}{schema}")
-    _OPERATORS.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ridgeline::{name}", fake, lib=_OPERATORS)
-    return getattr(torch.ops.ridgeline, name).default
-
-
-CAST_OP = _operator("fp8_cast", cast, _fake_cast)
-CAST_BOTH_OP = _operator("fp8_cast_both", cast_both, _fake_cast_both)
-PRODUCT_OP = _operator("fp8_product", product, _fake_product)
-WEIGHT_OP = _operator("fp8_product_with_weight", product_with_weight, _fake_with_weight)
+CAST_OP = build_operator("fp8_cast", cast, _fake_cast)
+CAST_BOTH_OP = build_operator("fp8_cast_both", cast_both, _fake_cast_both)
+PRODUCT_OP = build_operator("fp8_product", product, _fake_product)
+WEIGHT_OP = build_operator("fp8_product_with_weight", product_with_weight, _fake_with_weight)

@@ -199,6 +199,19 @@ def test_new_remedies_know_their_place() -> None:
     assert "convolution search" not in applying(GPU, *image)
     assert "convolution search" in applying(GPU, *image, "tune.search_convolutions=false")
     assert "folded norms" in applying(GPU, *image)
+    ready = [*image, "layout=precision=bf16,compile=true", "model.channels_last=true"]
+    assert "convolutional kernels" in applying(GPU, *ready)
+    for lacks in (
+        "layout.compile=false",
+        "model.channels_last=false",
+        "model.name=vit",
+        "tune.conv_kernels=true",
+        "layout=compile=true,spatial=2x1",
+    ):
+        assert "convolutional kernels" not in applying(GPU, *ready, lacks)
+    ranks = [*ready, "layout.dp=2"]
+    assert "convolutional kernels" in applying(GPU, *ranks)
+    assert "convolutional kernels" not in applying(GPU, *ranks, "ddp.sync_batch_norm=true")
 
 
 def test_synchronisations_are_named_by_file_and_line() -> None:
