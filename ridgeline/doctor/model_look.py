@@ -7,6 +7,7 @@ where a recipe has its arguments. Called by `remedies/`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ class Look:
     num_norms: int = 0
     """RMS norms, of torch's, ours and the kind that `transformers` has."""
     num_batch_norms: int = 0
+    num_siblings: int = 0
+    """Linear layers of the repeated blocks beside which stands one with as many inputs."""
 
 
 def look_at(config: RunConfig) -> Look:
@@ -80,4 +83,12 @@ def look_of(model: nn.Module) -> Look:
         num_outputs=linears[-1].out_features if linears else 0,
         num_norms=sum(type(m).__name__.endswith("RMSNorm") for m in modules),
         num_batch_norms=sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules),
+        num_siblings=sum(_num_siblings(m) for block in blocks for m in block.modules()),
     )
+
+
+def _num_siblings(module: nn.Module) -> int:
+    from torch import nn
+
+    inputs = Counter(c.in_features for c in module.children() if type(c) is nn.Linear)
+    return sum(num for num in inputs.values() if num > 1)
