@@ -101,7 +101,7 @@ class _Linear(torch.autograd.Function):
         ctx.opaque, ctx.dtypes = opaque, (x_TI.dtype, weight_OI.dtype)
         kept, of_kept = x_TI, None
         if narrow_weight_gradient:
-            top_turned = _top_of_turned(x_TI, top, rows_of_weight_gradient)
+            top_turned = top_of_turned(x_TI, top, rows_of_weight_gradient)
             left, kept = (CAST_BOTH_OP if opaque else cast_both)(x_TI, top, top_turned, E4M3)
             of_kept = scale_of(top_turned, E4M3)
         else:
@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
         scale = scale_of(top, ctx.gradients)
         turned = top_turned = grad_x = grad_weight = None
         if ctx.narrow_weight_gradient:
-            top_turned = _top_of_turned(grad_TO, top, ctx.rows_of_weight_gradient)
+            top_turned = top_of_turned(grad_TO, top, ctx.rows_of_weight_gradient)
             both = CAST_BOTH_OP if ctx.opaque else cast_both
             left, turned = both(grad_TO, top, top_turned, ctx.gradients)
         elif ctx.needs_input_grad[0]:
@@ -140,7 +140,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None, None, None
 
 
-def _top_of_turned(values: Tensor, top: Tensor, rows: bool) -> Tensor:
+def top_of_turned(values: Tensor, top: Tensor, rows: bool) -> Tensor:
     """The largest values of a matrix turned over: of its rows, or of all, which `top` knows already."""
     return largest(values.t(), True) if rows else top.amax()
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
+from ridgeline.parallel.float8 import Float8Linear, Scaling
+from ridgeline.parallel.float8_merged import linears
 from ridgeline.parallel.siblings import Found, Siblings
 
 _CARRIED = "_ridgeline_products"
@@ -92,6 +94,8 @@ class Group:
 
     place: int | str
     layers: tuple[nn.Linear, ...]
+    scaling: Scaling | None = None
+    """Of layers in fp8."""
 
     def pass_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -110,10 +114,27 @@ class Group:
     def compute(self, x: Tensor) -> list[Tensor | None]:
         dtype = _autocast_dtype(x)
         flat = (x if dtype is None else x.to(dtype)).reshape(-1, x.shape[-1])
-        parameters = [layer.weight for layer in self.layers]
-        parameters += [layer.bias for layer in self.layers if layer.bias is not None]
-        outs = _Products.apply(flat, len(self.layers), torch.compiler.is_compiling(), *parameters)
+        weights = [layer.weight for layer in self.layers]
+        biases = [layer.bias for layer in self.layers if layer.bias is not None]
+        if self.scaling is not None:
+            outs = linears(flat, weights, biases, self.scaling)
+        else:
+            compiled = torch.compiler.is_compiling()
+            outs = _Products.apply(flat, len(weights), compiled, *weights, *biases)
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
+
+
+def _take(layer: Any, input: Tensor) -> Tensor | None:
+    """The layer's product, where its input carries one."""
+    carried = getattr(input, _CARRIED, None)
+    if carried is None:
+        return None
+    group, products, version = carried
+    if group is not layer.group or version != _version(input):
+        return None
+    product: Tensor | None = products[layer.index]
+    products[layer.index] = None  # it is the caller's now, and ends when the caller says
+    return product
 
 
 class MergedLinear(nn.Linear):
@@ -123,15 +144,22 @@ class MergedLinear(nn.Linear):
     index: int
 
     def forward(self, input: Tensor) -> Tensor:
-        carried = getattr(input, _CARRIED, None)
-        if carried is not None:
-            group, products, version = carried
-            if group is self.group and version == _version(input):
-                product: Tensor | None = products[self.index]
-                products[self.index] = None  # it is the caller's now, and ends when the caller says
-                if product is not None:
-                    return product
-        return super().forward(input)
+        product = _take(self, input)
+        return super().forward(input) if product is None else product
+
+
+class MergedFloat8Linear(Float8Linear):
+    """The same in fp8."""
+
+    group: Group
+    index: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = _take(self, input)
+        return super().forward(input) if product is None else product
+
+
+_MERGED: dict[type, type] = {nn.Linear: MergedLinear, Float8Linear: MergedFloat8Linear}
 
 
 def _at(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str) -> Any:
@@ -163,18 +191,23 @@ def apply_merge(module: nn.Module, found: Iterable[Siblings]) -> list[Group]:
     """Have the groups that `module` holds the weights of computed together."""
     groups = []
     for siblings in found:
-        # A stage of a pipeline has layers of others, without their weights; others are in fp8 by now.
-        layers = tuple(
+        # A stage of a pipeline has layers of others, without their weights.
+        here = [
             layer
             for layer in map(module.get_submodule, siblings.layers)
-            if type(layer) is nn.Linear and isinstance(layer._parameters.get("weight"), Tensor)
+            if isinstance(layer._parameters.get("weight"), Tensor)
+        ]
+        # Some may be in fp8 by now, and others not.
+        kind, layers = max(
+            ((kind, [layer for layer in here if type(layer) is kind]) for kind in _MERGED),
+            key=lambda found: len(found[1]),
         )
         if len(layers) < 2:
             continue
-        group = Group(siblings.place, layers)
+        group = Group(siblings.place, tuple(layers), getattr(layers[0], "scaling", None))
         for index, layer in enumerate(layers):
-            layer.__class__ = MergedLinear
-            layer.group, layer.index = group, index  # type: ignore[assignment]
+            layer.__class__ = _MERGED[kind]
+            layer.group, layer.index = group, index
         around: Any = module.get_submodule(siblings.around)
         # On the instance, and found through it: a deep copy computes with its own layers.
         if "_merged_groups" not in around.__dict__:
@@ -211,11 +244,6 @@ def require_mergeable(layout: Layout) -> None:
         raise UsageError(
             f"tune.merge=true and {layout} do not compose: tp, cp and spatial run the layers on tensors "
             "that stand for others; leave one of them out"
-        )
-    if layout.precision == "fp8":
-        raise UsageError(
-            "tune.merge=true is for layers that are not in fp8, and precision=fp8 has them in it; leave "
-            "one of them out"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.config import load_config
 from ridgeline.launch.env import read_rank_env
-from ridgeline.parallel.merged import MergedLinear
+from ridgeline.parallel.merged import MergedFloat8Linear, MergedLinear
 from ridgeline.train.loop import train_loop
 from ridgeline.train.setup import build_training
 
@@ -33,7 +33,7 @@ def losses(layout: str, merge: bool) -> tuple[list[float], int]:
     training = build_training(load_config(None, overrides).config, read_rank_env())
     shares = torch.stack([result.loss_share for result in train_loop(training)])
     parts = [m for part in training.arranged.parts for m in part.modules()]
-    num_merged = sum(isinstance(module, MergedLinear) for module in parts)
+    num_merged = sum(isinstance(module, (MergedLinear, MergedFloat8Linear)) for module in parts)
     return training.mesh.sum_over_data(shares).tolist(), num_merged
 
 
@@ -55,3 +55,11 @@ def test_layouts_follow_one_device(ranks: Any, layout: str, merged: int) -> None
     assert alone[-1] < 0.95 * alone[0]
     for one, other in zip(alone, found[0][0], strict=True):
         assert other == pytest.approx(one, rel=1e-5)
+
+
+def test_fp8_in_shards_follows_one_device(ranks: Any) -> None:
+    ((alone, _),) = ranks(1, losses, "precision=fp8", False)
+    found = ranks(2, losses, "dp=2,zero=3,precision=fp8", True)
+    assert found[0][1] == 10
+    for one, other in zip(alone, found[0][0], strict=True):
+        assert other == pytest.approx(one, rel=5e-3)

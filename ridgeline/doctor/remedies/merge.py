@@ -14,7 +14,7 @@ def _applies(step: Step, config: RunConfig) -> str | None:
     look, layout = look_at(config), layout_of(config)
     if config.tune.merge or not on_cuda(step) or not look.num_siblings:
         return None
-    if layout.tp > 1 or layout.cp > 1 or layout.spatial != (1, 1) or layout.precision == "fp8":
+    if layout.tp > 1 or layout.cp > 1 or layout.spatial != (1, 1):
         return None
     return f"{look.num_siblings} linear layers stand beside one that may read the same input"
 

@@ -173,7 +173,7 @@ def test_new_remedies_know_their_place() -> None:
     assert "stochastic rounding" in applying(GPU, "layout=precision=bf16", "tune.weights=bf16")
     assert "stochastic rounding" not in applying(GPU, "layout=precision=bf16")
     assert "merged products" in applying(GPU, "layout=precision=bf16")
-    for other in ("tune.merge=true", "layout=tp=2", "layout=precision=fp8"):
+    for other in ("tune.merge=true", "layout=tp=2"):
         assert "merged products" not in applying(GPU, other)
     image = ["model.name=resnet18", "model.args={}"]
     assert "merged products" not in applying(GPU, *image)

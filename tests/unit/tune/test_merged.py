@@ -22,7 +22,15 @@ from ridgeline.layout import Layout
 from ridgeline.models.build import build_model
 from ridgeline.parallel.apply import arrange
 from ridgeline.parallel.blocks import find_blocks
-from ridgeline.parallel.merged import MergedLinear, apply_merge, require_mergeable, try_merge
+from ridgeline.parallel.float8 import apply_float8, build_scaling, linear
+from ridgeline.parallel.float8_merged import linears
+from ridgeline.parallel.merged import (
+    MergedFloat8Linear,
+    MergedLinear,
+    apply_merge,
+    require_mergeable,
+    try_merge,
+)
 from ridgeline.parallel.mesh import build_mesh, close_mesh
 from ridgeline.parallel.recompute import apply_recompute
 from ridgeline.parallel.siblings import Found, find_siblings
@@ -381,3 +389,77 @@ def test_layouts_that_cut_tensors_are_refused() -> None:
     for words in ("dp=2", "pp=2", "dp=2,zero=3"):
         require_mergeable(Layout.parse(words))
     assert not TuneConfig().merge
+
+
+def in_fp8(model: nn.Module, x: Tensor, scaling: str, merge: bool) -> nn.Module:
+    made = copy.deepcopy(model)
+    found = look(made, x)
+    apply_float8(made, find_blocks(made), TuneConfig(fp8_scaling=scaling))
+    if merge:
+        apply_merge(made, found.groups)
+    return made
+
+
+@pytest.mark.parametrize("scaling", ["row", "mixed", "tensor", "careful"])
+@pytest.mark.parametrize("kind", ["llama", "stack"])
+def test_in_fp8_it_rounds_no_worse(scaling: str, kind: str) -> None:
+    """As near to the exact gradients as layers apart are: each in the median of several models, because
+    another scale is another throw of the same dice, up or down by a fifth."""
+    ratios: list[list[float]] = []
+    for seed in range(7):
+        exact, x = BUILD[kind](), input_of(kind)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in exact.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.1)
+        model, apart = (in_fp8(exact, x, scaling, merge) for merge in (True, False))
+        num_merged = sum(isinstance(m, MergedFloat8Linear) for m in model.modules())
+        assert num_merged == {"llama": 10, "stack": 6}[kind]
+        assert list(model.state_dict()) == list(exact.state_dict())
+        values, beside, true = (results(m, x) for m in (model, apart, exact))
+        if scaling == "row":  # each row has the scale that it has apart
+            assert torch.allclose(values[0], beside[0], rtol=1e-5, atol=1e-5)
+        pairs = zip(values, beside, true, strict=True)
+        ratios.append([float((a - c).norm() / ((b - c).norm() + 1e-9)) for a, b, c in pairs])
+    assert torch.tensor(ratios).median(0).values.max() < 1.3
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_in_fp8_it_compiles_and_is_recomputed(recompute: str, compiled: bool) -> None:
+    exact, x = llama(), input_of("llama")
+    true = results(in_fp8(exact, x, "mixed", True), x)
+    model = in_fp8(exact, x, "mixed", True)
+    if recompute != "none":
+        apply_recompute(model, recompute)
+    torch._dynamo.reset()
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else None
+    compare(results(model, x, call), true, 1e-5)
+
+
+@pytest.mark.parametrize("scaling", ["row", "mixed", "tensor"])
+@pytest.mark.parametrize(("gradients", "apart"), [("e5m2", 1e-4), ("e4m3", 1e-3)])
+def test_small_gradients_keep_their_digits_beside_large_ones(
+    scaling: str, gradients: str, apart: float
+) -> None:
+    torch.manual_seed(0)
+    kind = build_scaling(TuneConfig(fp8_scaling=scaling, fp8_gradients=gradients))
+    x, weights = torch.randn(64, 64), [torch.randn(64, 64) * 0.1 for _ in range(2)]
+    grads = [torch.randn(64, 64), torch.randn(64, 64) * apart]
+    alone, *both = (w.clone().requires_grad_() for w in (weights[1], *weights))
+    linear(x, alone, None, kind).backward(grads[1])
+    torch.autograd.backward(linears(x, both, [], kind), grads)
+    exact = grads[1].t() @ x
+    assert (both[1].grad - exact).norm() < 1.05 * (alone.grad - exact).norm()
+
+
+def test_fp8_layers_that_are_not_called_have_no_gradient() -> None:
+    model, x = stack(), input_of("stack")
+    found = look(model, x)
+    apply_float8(model, find_blocks(model), TuneConfig())
+    apply_merge(model, found.groups)
+    model[0].attention.with_values = False
+    model(x).sum().backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None]
+    assert without == ["0.attention.v_proj.weight", "0.attention.v_proj.bias"]
