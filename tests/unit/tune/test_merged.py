@@ -329,6 +329,30 @@ def test_a_layer_called_elsewhere_or_with_another_input_computes_its_own() -> No
         assert torch.allclose(model(x), stack()(x), atol=1e-6)
 
 
+class Sometimes(Pair):
+    """Leaves the second layer out where it is told to."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if self.skips else self.left(x) + self.right(x)
+
+
+def test_a_product_that_was_not_taken_is_never_taken_later() -> None:
+    """The caller's own tensor carries nothing: it may be there in the next step, with other weights."""
+    model, x = Sometimes(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(2, 4, 16)
+    apply_merge(model, find_siblings(model, [""], (x,), try_merge).groups)
+    model.skips = True
+    with torch.no_grad():
+        model(x)
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert vars(x) == {}
+    out = model.right(x)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert out.requires_grad
+
+
 def test_copies_compute_with_their_own_layers() -> None:
     model, x = stack(), input_of("stack")
     apply_merge(model, look(model, x).groups)
