@@ -34,6 +34,9 @@ class TuneConfig:
     """Tokens at a time (loss=chunked)."""
     pad: int = 0
     """Compute linear layers with dimensions rounded up to a multiple of this (64 is good); 0 does not."""
+    merge: bool = False
+    """Linear layers of a block that read the same input (queries, keys and values; the two sides of a gated
+    feed-forward) are computed as one product; their weights stay what they are."""
     fused_optimizer: bool = True
     """The optimizer's own kernel for all parameters, where the device has one."""
     search_convolutions: bool = True

@@ -7,6 +7,7 @@ where a recipe has its arguments. Called by `remedies/`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -37,6 +38,8 @@ class Look:
     num_batch_norms: int = 0
     num_conv_kernels: int = 0
     """Batch norms and max pools that `tune.conv_kernels` changes."""
+    num_siblings: int = 0
+    """Linear layers of the repeated blocks beside which stands one with as many inputs."""
 
 
 def look_at(config: RunConfig) -> Look:
@@ -84,4 +87,12 @@ def look_of(model: nn.Module) -> Look:
         num_norms=sum(type(m).__name__.endswith("RMSNorm") for m in modules),
         num_batch_norms=sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules),
         num_conv_kernels=sum(has_conv_kernel(m) for m in modules),
+        num_siblings=sum(_num_siblings(m) for block in blocks for m in block.modules()),
     )
+
+
+def _num_siblings(module: nn.Module) -> int:
+    from torch import nn
+
+    inputs = Counter(c.in_features for c in module.children() if type(c) is nn.Linear)
+    return sum(num for num in inputs.values() if num > 1)

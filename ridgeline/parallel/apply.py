@@ -124,6 +124,26 @@ def _split(built: Arranged) -> None:
     built.notes += [line for line in view.report.splitlines() if line]
 
 
+def _look(built: Arranged) -> None:
+    """What has to be seen of the whole model as it was given."""
+    if not built.tune.merge:
+        return
+    from ridgeline.parallel.merged import require_mergeable, try_merge
+    from ridgeline.parallel.siblings import find_siblings
+
+    require_mergeable(built.layout)
+    example = built.require_example("tune.merge=true")
+    paths = built.block_paths or ("",)
+    built.siblings = find_siblings(built.model, paths, example, try_merge)
+    if not built.siblings.groups:
+        refused = ", ".join(built.siblings.refused)
+        why = f"the code of {refused} needs each product alone" if refused else "there are none"
+        raise UsageError(
+            f"tune.merge=true found no linear layers in {type(built.model).__name__} that read the same "
+            f"input and can be one product ({why}); leave it out"
+        )
+
+
 def _cut(built: Arranged) -> None:
     layout = built.layout
     if layout.tp > 1 or layout.cp > 1:
@@ -191,6 +211,11 @@ def _narrow(built: Arranged) -> None:
         built.notes.append(
             f"computed in multiples of {tune.pad}: {', '.join(padded) or 'nothing, all layers are'}"
         )
+    if built.siblings is not None:
+        from ridgeline.parallel.merged import apply_merge, describe_merge
+
+        groups = [g for part in built.parts for g in apply_merge(part, built.siblings.groups)]
+        built.notes.append(describe_merge(groups, built.siblings))
 
 
 def _recompute(built: Arranged) -> None:
@@ -381,7 +406,8 @@ class Technique:
 
 
 ORDER: tuple[Technique, ...] = (
-    # Stages first: they are copies of the model's structure, and what follows changes instances.
+    Technique(_look),
+    # Then stages: they are copies of the model's structure, and what follows changes instances.
     Technique(_cut, ("pp", "schedule=gpipe", "schedule=interleaved", "schedule=zerobubble")),
     Technique(_randomness),
     Technique(_sync_batch_norm),

@@ -33,6 +33,7 @@ from ridgeline.tuning import TuneConfig
 if TYPE_CHECKING:
     from ridgeline.parallel.compress import Compression
     from ridgeline.parallel.localsync import LocalSync
+    from ridgeline.parallel.siblings import Found
     from ridgeline.parallel.spatial import TileGrid
     from ridgeline.parallel.staged import Staged
     from ridgeline.parallel.tensor import GlobalView, TensorPlan
@@ -60,6 +61,8 @@ class Arranged:
     """Seconds of the blocks that a pipeline is balanced by: measured where they are not given."""
     state_names: dict[str, str] = field(default_factory=dict)
     """Every key of the model's state dict, and the first name of the tensor it stands for."""
+    siblings: Found | None = None
+    """Linear layers that share an input, where `tune.merge` asks for them."""
     tensor_plan: TensorPlan | None = None
     view: GlobalView | None = None
     grid: TileGrid | None = None

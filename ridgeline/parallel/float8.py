@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
         ctx.opaque, ctx.dtypes = opaque, (x_TI.dtype, weight_OI.dtype)
         kept, of_kept = x_TI, None
         if narrow_weight_gradient:
-            top_turned = _top_of_turned(x_TI, top, rows_of_weight_gradient)
+            top_turned = top_of_turned(x_TI, top, rows_of_weight_gradient)
             left, kept = (CAST_BOTH_OP if opaque else cast_both)(x_TI, top, top_turned, E4M3)
             of_kept = scale_of(top_turned, E4M3)
         else:
@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
         scale = scale_of(top, ctx.gradients)
         turned = top_turned = grad_x = grad_weight = None
         if ctx.narrow_weight_gradient:
-            top_turned = _top_of_turned(grad_TO, top, ctx.rows_of_weight_gradient)
+            top_turned = top_of_turned(grad_TO, top, ctx.rows_of_weight_gradient)
             both = CAST_BOTH_OP if ctx.opaque else cast_both
             left, turned = both(grad_TO, top, top_turned, ctx.gradients)
         elif ctx.needs_input_grad[0]:
@@ -138,9 +138,15 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None, None, None
 
 
-def _top_of_turned(values: Tensor, top: Tensor, rows: bool) -> Tensor:
+def top_of_turned(values: Tensor, top: Tensor, rows: bool) -> Tensor:
     """The largest values of a matrix turned over: of its rows, or of all, which `top` knows already."""
     return largest(values.t(), True) if rows else top.amax()
+
+
+def wants_turned(x_TI: Tensor, *weights: Tensor) -> bool:
+    """Whether there will be a weight gradient, and as many tokens as its product takes."""
+    trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    return trained and not x_TI.shape[0] % MULTIPLE
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
@@ -150,14 +156,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> 
     flat = x.to(dtype).reshape(-1, x.shape[-1])
     if not flat.shape[0]:  # an expert without tokens, say: there is nothing to scale
         return F.linear(x, weight, bias)
-    turns = weight.requires_grad and torch.is_grad_enabled() and not flat.shape[0] % MULTIPLE
     with torch.autocast(kind, enabled=False):
         out = _Linear.apply(
             flat,
             weight,
             scaling.rows,
             scaling.rows_of_weight_gradient,
-            scaling.narrow_weight_gradient and turns,
+            scaling.narrow_weight_gradient and wants_turned(flat, weight),
             scaling.gradients,
             scaling.fast,
             scaling.native,

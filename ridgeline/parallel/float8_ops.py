@@ -12,6 +12,7 @@ Shapes: M and N rows, K the contracted dimension, R and C any rows and columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -110,6 +111,25 @@ def product_with_weight(
     return product(a_MK, turned, scale_a, scale_of(top, E4M3), dtype, fast, native)
 
 
+def product_with_weights(
+    a_MK: Tensor,
+    weights: Sequence[Tensor],
+    scale_a: Tensor,
+    top: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    native: bool,
+) -> Tensor:
+    """The same with the rows of several weights, one below the other; `top` is of all of them."""
+    turned = together([cast_turned(weight, top, E4M3) for weight in weights], 1)
+    return product(a_MK, turned, scale_a, scale_of(top, E4M3), dtype, fast, native)
+
+
+def together(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Put together as bytes, which every device can."""
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
+
+
 def _plain_cast(values: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     most = LARGEST[dtype]
     # Rounding may take the largest value a little over the top, which has no number there.
@@ -171,7 +191,20 @@ def _fake_with_weight(
     return torch.empty((a_MK.shape[0], weight_KN.shape[1]), dtype=dtype, device=a_MK.device)
 
 
+def _fake_with_weights(
+    a_MK: Tensor,
+    weights: Sequence[Tensor],
+    scale_a: Tensor,
+    top: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    native: bool,
+) -> Tensor:
+    return torch.empty((a_MK.shape[0], weights[0].shape[1]), dtype=dtype, device=a_MK.device)
+
+
 CAST_OP = build_operator("fp8_cast", cast, _fake_cast)
 CAST_BOTH_OP = build_operator("fp8_cast_both", cast_both, _fake_cast_both)
 PRODUCT_OP = build_operator("fp8_product", product, _fake_product)
 WEIGHT_OP = build_operator("fp8_product_with_weight", product_with_weight, _fake_with_weight)
+WEIGHTS_OP = build_operator("fp8_product_with_weights", product_with_weights, _fake_with_weights)

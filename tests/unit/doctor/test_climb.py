@@ -195,7 +195,11 @@ def test_new_remedies_know_their_place() -> None:
     )
     assert "stochastic rounding" in applying(GPU, "layout=precision=bf16", "tune.weights=bf16")
     assert "stochastic rounding" not in applying(GPU, "layout=precision=bf16")
+    assert "merged products" in applying(GPU, "layout=precision=bf16")
+    for other in ("tune.merge=true", "layout=tp=2"):
+        assert "merged products" not in applying(GPU, other)
     image = ["model.name=resnet18", "model.args={}"]
+    assert "merged products" not in applying(GPU, *image)
     assert "convolution search" not in applying(GPU, *image)
     assert "convolution search" in applying(GPU, *image, "tune.search_convolutions=false")
     assert "folded norms" in applying(GPU, *image)
