@@ -71,6 +71,7 @@ CASES = {
             "regional": (*BEST_LM, "tune.compile_mode=regional"),
             "fp8 tensors": (*FP8, "tune.fp8_scaling=tensor"),
             "stochastic": (*BEST_LM, "tune.weights=stochastic"),
+            "merged": (*BEST_LM, "tune.weights=bf16", "tune.merge=true"),
         },
         small=SMALL_LM,
     ),
@@ -92,6 +93,9 @@ CASES = {
             "fp8 tensors, stochastic": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.weights=stochastic"),
             "fp8 tensors, e4m3": (*FP8, "tune.fp8_scaling=tensor", "tune.fp8_gradients=e4m3"),
+            "bf16, merged": (*BEST_LM, "tune.weights=bf16", "tune.merge=true"),
+            "fp8 tensors, merged, regional": (
+                *FP8, "tune.fp8_scaling=tensor", "tune.merge=true", "tune.compile_mode=regional"),
             "fp8 rows": (*FP8, "tune.fp8_scaling=row"),
             "fp8 careful": (*FP8, "tune.fp8_scaling=careful"),
         },
@@ -108,6 +112,9 @@ CASES = {
         more={
             "masters": (*BF16, "model.channels_last=true", "tune.weights=bf16"),
             "autotune": (*BF16, "model.channels_last=true", "tune.compile_mode=autotune"),
+            "conv kernels": (*BF16, "model.channels_last=true", "tune.conv_kernels=true"),
+            "conv kernels, graphs": (
+                *BF16, "model.channels_last=true", "tune.conv_kernels=true", "layout.graphs=true"),
         },
         clip=False,
         small=("model.name=resnet18", "train.batch=2",
