@@ -119,7 +119,8 @@ def cut_into_stages(built: Arranged) -> None:
     example = built.require_example("a pipeline")
     costs = built.block_costs
     if costs is None:
-        costs = built.block_costs = _agree(_measure(built.model, example), mesh)
+        costs = _measure(built.model, example)
+    costs = built.block_costs = _agree(costs, mesh)
     num_stages = layout.pp * layout.virtual
     plan = plan_stages(
         built.model,
@@ -253,7 +254,10 @@ def _side_by_side(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _agree(costs: dict[str, float] | None, mesh: Mesh) -> dict[str, float] | None:
-    """Rank 0's measurement: every rank has to cut at the same places."""
+    """Rank 0's, measured or given: every rank has to cut at the same places. Where others are only stood
+    in for, all have been given the same."""
+    if dist.get_backend(mesh.world_group) == "fake":
+        return costs
     box = [costs]
     dist.broadcast_object_list(box, group_src=0, group=mesh.world_group)
     return box[0]

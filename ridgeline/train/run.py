@@ -29,6 +29,7 @@ from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.mesh import choose_device, close_mesh
 from ridgeline.plan.auto import Place, choose_layout
 from ridgeline.rundir import (
+    BLOCKS,
     CONFIG,
     ENV,
     FACTS,
@@ -81,7 +82,8 @@ def run_training(
 ) -> Summary:
     """Build, go on from the newest checkpoint of `run`, train, evaluate; every rank calls this, rank 0
     writes records to `run` and to the terminal. `requests` may end it after any step."""
-    training = _build(config, env, has_checkpoints(run))
+    costs = run.read_json(BLOCKS) if run is not None else None
+    training = _build(config, env, has_checkpoints(run), costs)
     checkpoints = Checkpoints(training, run)
     training = replace(training, update=_after_release(checkpoints, training.update))
     guard = Guard(training, lambda: checkpoints.skipped)
@@ -191,9 +193,11 @@ def run_training(
     return Summary(position.step, final_loss, metrics, reached, bool(stopped), num_skipped)
 
 
-def _build(config: RunConfig, env: RankEnv, resumes: bool) -> Training:
+def _build(
+    config: RunConfig, env: RankEnv, resumes: bool, block_costs: dict[str, float] | None
+) -> Training:
     try:
-        return build_training(config, env, resumes)
+        return build_training(config, env, resumes, block_costs)
     except Exception as error:
         if is_out_of_memory(error):
             raise WouldRepeat(tell_no_start(config, env.rank, error)) from error
@@ -297,6 +301,8 @@ class _Log:
                 run.write_text(LAYOUT, f"{mesh.layout}\n")
                 run.write_json(FACTS, facts)
                 run.write_json(ENV, recorded_environment())
+                if training.arranged.block_costs is not None:
+                    run.write_json(BLOCKS, training.arranged.block_costs)
             run.add_event("start", layout=str(mesh.layout), num_ranks=mesh.env.world_size)
             for details in training.staging.events:
                 run.add_event("staged", **details)

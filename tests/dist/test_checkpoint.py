@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import json
 import os
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from ridgeline.checkpoint.manifest import MODEL, OPTIMIZER, list_checkpoints, re
 from ridgeline.config import load_config
 from ridgeline.launch.env import read_rank_env
 from ridgeline.parallel.gather import full_state
-from ridgeline.rundir import CHECKPOINTS, RunDir
+from ridgeline.rundir import BLOCKS, CHECKPOINTS, RunDir
+from ridgeline.train import run as train_run
 from ridgeline.train.checkpoints import Checkpoints
 from ridgeline.train.loop import train_loop
 from ridgeline.train.position import Position
@@ -44,9 +47,11 @@ CNN = (  # batch norm, and dropout, which is keyed by the position in the data
 )  # fmt: skip
 
 
-def build(overrides: tuple[str, ...], layout: str) -> Training:
+def build(
+    overrides: tuple[str, ...], layout: str, costs: dict[str, float] | None = None
+) -> Training:
     config = load_config(None, (*BASE, *overrides, f"layout={layout}")).config
-    return build_training(config, read_rank_env())
+    return build_training(config, read_rank_env(), block_costs=costs)
 
 
 def run_dir(folder: str) -> RunDir:
@@ -184,12 +189,15 @@ def train_through(overrides: tuple[str, ...], layout: str, steps: int) -> Any:
     """Losses and final weights of a run that nothing interrupts."""
     training = build(overrides, layout)
     _, losses = advance(training, Position(), steps)
-    return losses, full_state(training.arranged)
+    return losses, full_state(training.arranged), training.arranged.block_costs
 
 
-def train_in_two(overrides: tuple[str, ...], layout: str, steps: int, folder: str) -> Any:
-    """The same with a checkpoint half-way, from which a run that knows nothing of it goes on."""
-    first = build(overrides, layout)
+def train_in_two(
+    overrides: tuple[str, ...], layout: str, steps: int, folder: str, costs: dict[str, float] | None
+) -> Any:
+    """The same with a checkpoint half-way, from which a run that knows nothing of it goes on but where a
+    pipeline was cut: its run directory says that."""
+    first = build(overrides, layout, costs)
     checkpoints = Checkpoints(first, run_dir(folder))
     position, before = advance(first, Position(), steps // 2)
     checkpoints.save(position)
@@ -197,7 +205,7 @@ def train_in_two(overrides: tuple[str, ...], layout: str, steps: int, folder: st
     advance(replace(first, update=_released(checkpoints, first.update)), position, 1)
     assert [o.problem for o in checkpoints.outcomes(wait=True)] == [""]
     torch.manual_seed(12345)
-    second = build(overrides, layout)
+    second = build(overrides, layout, costs)
     later = Checkpoints(second, run_dir(folder))
     found = later.find()
     assert found is not None
@@ -233,8 +241,44 @@ def test_the_same_layout_goes_on_bit_for_bit(
 ) -> None:
     overrides, count = SAME[kind][0], world(layout)
     expected = ranks(count, train_through, overrides, layout, 7, timeout=120)[0]
-    found = ranks(count, train_in_two, overrides, layout, 7, str(tmp_path), timeout=120)[0]
+    last = (7, str(tmp_path), expected[2])
+    found = ranks(count, train_in_two, overrides, layout, *last, timeout=120)[0]
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
     for name, value in expected[1].items():
         assert torch.equal(value, found[1][name]), name
+
+
+def cut_by(costs: dict[str, float], folder: str) -> list[str]:
+    """Where the stages begin in a run whose directory says what its blocks cost."""
+    env = read_rank_env()
+    run = run_dir(folder)
+    if env.rank == 0:
+        run.write_json(BLOCKS, costs)
+    config = load_config(None, (*BASE, *LLAMA, "layout=pp=2,microbatches=2", "train.steps=1")).config
+    found: list[str] = []
+
+    def note(config: Any, env: Any, resumes: bool, given: Any) -> Training:
+        # Only rank 0 has the directory; the others have to hear of it.
+        training = build_training(config, env, resumes, given if env.rank == 0 else None)
+        assert training.arranged.staged is not None
+        found.extend(str(stage.first) for stage in training.arranged.staged.plan.stages)
+        return training
+
+    with mock.patch.object(train_run, "_build", note):
+        train_run.run_training(config, env, run if env.rank == 0 else None)
+    return found
+
+
+def test_a_run_that_goes_on_is_cut_where_it_was(ranks: Any, tmp_path: Path) -> None:
+    """Whatever its blocks take today: stages in other places are sums in another order."""
+    blocks = [f"layers.{index}" for index in range(4)]
+    cuts = []
+    for number, heavy in enumerate(("layers.0", "layers.3")):
+        costs = {name: 100.0 if name == heavy else 1.0 for name in blocks}
+        folder = str(tmp_path / str(number))
+        both = ranks(2, cut_by, costs, folder, timeout=120)
+        assert both[0] == both[1]
+        assert json.loads((Path(folder) / BLOCKS).read_text()) == costs
+        cuts.append(both[0])
+    assert cuts[0] != cuts[1]
