@@ -119,12 +119,12 @@ def _metrics_of_one_rank() -> None:
 
 def _scales_of_half_a_row() -> None:
     """Values above the largest of the first half are cut off."""
-    right = float8.find_largest
+    right = float8.largest
 
-    def find(values: Tensor, rows: bool, route: str) -> Tensor:
-        return right(values[:, : values.shape[1] // 2], rows, route)
+    def find(values: Tensor, rows: bool) -> Tensor:
+        return right(values[:, : values.shape[1] // 2], rows)
 
-    float8.find_largest = find  # type: ignore[attr-defined]
+    float8.largest = find  # type: ignore[attr-defined]
 
 
 def _before_each_reduction(forget: Callable[[Compression], None]) -> None:
