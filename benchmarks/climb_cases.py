@@ -88,6 +88,8 @@ CASES = {
             "bf16, regional": (*BEST_LM, "tune.weights=bf16", "tune.compile_mode=regional"),
             "fp8 tensors, regional": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional"),
+            "fp8 tensors, graphs": (
+                *FP8, "tune.fp8_scaling=tensor", "layout.graphs=true"),
             "fp8 tensors, ends wide": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.fp8_keep_first=1", "tune.fp8_keep_last=2"),
             "fp8 tensors, stochastic": (
@@ -130,7 +132,7 @@ CASES = {
             "bf16, threads": (*BF16, "data.threads=12"),
             "and cuDNN, narrow residual": (*BEST_LM, "data.threads=12"),
         },
-        clip=False,
+        clip=False, steps=10,
         small=("model.args={task: forecast, image_size: [32, 64], in_channels: 4, patch: 8, width: 64, "
                "depth: 2, heads: 2}", "train.batch=2"),
     ),

@@ -20,11 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.config import RunConfig, dump_config, load_config
+from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting, carry, split_advice
 from ridgeline.doctor.ladder import (
-    FOR_GPUS,
     NO_TIME,
-    NOTHING_TO_DO,
-    TOO_LITTLE,
     Ladder,
     Raced,
     Rung,
@@ -35,18 +33,7 @@ from ridgeline.doctor.ladder import (
 from ridgeline.doctor.losses import difference, judge_losses
 from ridgeline.doctor.model_look import SCRIPT
 from ridgeline.doctor.race import BeforeFailed, race, spread_of, tell_gain
-from ridgeline.doctor.remedies.contract import (
-    ATTENTION,
-    CONVOLUTION,
-    ELEMENTWISE,
-    LOSS,
-    MATRIX,
-    OPTIMIZER,
-    Parts,
-    Remedy,
-    Step,
-    seconds,
-)
+from ridgeline.doctor.remedies.contract import Remedy, Step
 from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
 from ridgeline.doctor.states import (
     Candidate,
@@ -60,8 +47,6 @@ from ridgeline.errors import RunError, UsageError
 from ridgeline.layout import Layout, check_available, check_layout
 from ridgeline.train.settings import write_settings
 
-LEAST_PREDICTED = 1.001
-"""A remedy that does not promise this much is not worth a process."""
 RECIPE, CLIMBED = "recipe.yaml", "climbed.yaml"
 """The winning settings, of a recipe and of a script."""
 
@@ -282,22 +267,22 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
     seen: Step = measured if measured is not None else step
     if measured is not None:
         step = carry(measured, step)
-    waiting = {}
-    for remedy in remedies.values():
-        reason = remedy.applies(seen, ascent.kept.config) if remedy.advice else None
+    changing, advising = split_advice(remedies)
+    for remedy in advising:
+        reason = remedy.applies(seen, ascent.kept.config)
         if reason is not None:
             ascent.advice.append(f"{remedy.name}: {reason}; {remedy.advice}")
             ascent.say(f"by hand: {ascent.advice[-1]}")
-        elif not remedy.advice:
-            waiting[remedy.name] = remedy
+    waiting = Waiting(changing)
     while True:
-        found = _rank(waiting, step, ascent.kept.config)
-        if ascent.is_late or not found or found[0][0] < LEAST_PREDICTED:
-            ascent.untried = [*_left(ascent, found), *_outside(waiting, found, ascent, step)]
+        config = ascent.kept.config
+        found = waiting.rank(step, config)
+        if ascent.is_late or not found or found[0].gain < LEAST_PREDICTED:
+            ascent.untried = waiting.untried(step, config, ascent.spent_s, ascent.next_cost_s)
             return
-        predicted, remedy, _ = found[0]
-        del waiting[remedy.name]
-        changes = tuple(remedy.change(ascent.kept.config))
+        remedy, predicted = found[0].remedy, found[0].gain
+        waiting.take(remedy)
+        changes = tuple(remedy.change(config))
         begun = ascent.spent_s
         try:
             rung, candidate = _try(remedy.name, changes, ascent, predicted)
@@ -307,6 +292,10 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
             return
         if rung.gain is not None:
             ascent.costs_s.append(ascent.spent_s - begun)
+        if candidate is None and waiting.add_pair(remedy, rung, step, config) is not None:
+            share = (rung.data_s or 0.0) / (rung.step_s or 1.0)
+            why = f"{rung.why}; {share:.0%} of its step waits for data"
+            rung = dataclasses.replace(rung, why=why)
         ascent.add(rung)
         if candidate is None:
             continue
@@ -315,38 +304,7 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
         before.close()
         step = carry(step, candidate.parts())
         if remedy.repeats:
-            waiting[remedy.name] = remedy
-
-
-def _left(ascent: _Ascent, found: Sequence[tuple[float, Remedy, str]]) -> list[Untried]:
-    """What was not tried, in the order in which it would have been, with the budget that each needs."""
-    untried, needed_s = [], ascent.spent_s
-    for gain, remedy, reason in found:
-        if gain < LEAST_PREDICTED:
-            untried.append(Untried(remedy.name, TOO_LITTLE, gain, reason))
-            continue
-        needed_s += ascent.next_cost_s
-        budget_s = 10.0 * math.ceil(needed_s / 10.0)
-        untried.append(Untried(remedy.name, NO_TIME, gain, reason, budget_s))
-    return untried
-
-
-def _outside(
-    waiting: Mapping[str, Remedy],
-    found: Sequence[tuple[float, Remedy, str]],
-    ascent: _Ascent,
-    step: Parts,
-) -> list[Untried]:
-    """What does not apply: because of the device, if it would on a GPU."""
-    applying = {remedy.name for _, remedy, _ in found}
-    on_gpu = dataclasses.replace(step, device_kind="cuda")
-    return [
-        Untried(
-            name, NOTHING_TO_DO if remedy.applies(on_gpu, ascent.kept.config) is None else FOR_GPUS
-        )
-        for name, remedy in waiting.items()
-        if name not in applying
-    ]
+            waiting.give_back(remedy)
 
 
 def _race_whole(ascent: _Ascent) -> None:
@@ -373,34 +331,6 @@ def _race_whole(ascent: _Ascent) -> None:
             again.close(wait_s)
     ratios = raced.ratios
     ascent.raced = Raced(raced.gain, min(ratios), max(ratios), len(ratios))
-
-
-def carry(step: Step, parts: Parts) -> Parts:
-    """A changed step's parts: its own clock's, and for the kernels the proportions that were measured."""
-    before, now = step.step_s - step.data_s, parts.step_s - parts.data_s
-    shrunk = now / before if before > 0 else 1.0
-    measured = {
-        name: shrunk * seconds(step, name)
-        for name in (MATRIX, ATTENTION, CONVOLUTION, ELEMENTWISE, LOSS)
-    }
-    classes = {name: value for name, value in measured.items() if value}
-    return dataclasses.replace(
-        parts,
-        launch_s=shrunk * step.launch_s,
-        classes={**classes, OPTIMIZER: seconds(parts, OPTIMIZER)},
-    )
-
-
-def _rank(
-    remedies: Mapping[str, Remedy], step: Step, config: RunConfig
-) -> list[tuple[float, Remedy, str]]:
-    """Those that apply with the gain they promise and why, the most promising first."""
-    found = []
-    for remedy in remedies.values():
-        reason = remedy.applies(step, config)
-        if reason is not None:
-            found.append((remedy.predicted_gain(step, config), remedy, reason))
-    return sorted(found, key=lambda entry: -entry[0])
 
 
 def _try(
@@ -488,6 +418,7 @@ def _rung(
         tenth_step_s=state.tenth_step_s,
         turns_s=tuple(state.turns),
         spread=spread_of(state.turns),
+        data_s=state.parts().data_s if state.turns else None,
     )
 
 

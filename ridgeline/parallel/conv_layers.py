@@ -23,6 +23,7 @@ from ridgeline.parallel.conv_ops import (
     POOL_OP,
     channel_moments,
 )
+from ridgeline.parallel.operators import as_type
 
 
 class _Normalize(torch.autograd.Function):
@@ -35,29 +36,29 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, mean, rstd, weight)
         ctx.of_bias = None if bias is None else bias.dtype
-        out = (x.to(mean.dtype) - _spread(mean)) * _spread(rstd)
+        out = (as_type(x, mean.dtype) - _spread(mean)) * _spread(rstd)
         if weight is not None:
             out = out * _spread(weight)
         if bias is not None:
             out = out + _spread(bias)
-        return out.to(x.dtype)
+        return as_type(out, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight = ctx.saved_tensors  # once: see parallel/recompute.py
         num = x.numel() // x.shape[1]
-        grad = grad.to(mean.dtype)
-        gap = x.to(mean.dtype) - _spread(mean)
+        grad = as_type(grad, mean.dtype)
+        gap = as_type(x, mean.dtype) - _spread(mean)
         total = grad.sum((0, 2, 3))
         along = (grad * gap).sum((0, 2, 3)) * rstd
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             factor = rstd if weight is None else rstd * weight
             parallel = gap * _spread(rstd * along / num)
-            grad_x = ((grad - _spread(total / num) - parallel) * _spread(factor)).to(x.dtype)
+            grad_x = as_type((grad - _spread(total / num) - parallel) * _spread(factor), x.dtype)
         if weight is not None:
-            grad_weight = along.to(weight.dtype)
-        grad_bias = None if ctx.of_bias is None else total.to(ctx.of_bias)
+            grad_weight = as_type(along, weight.dtype)
+        grad_bias = None if ctx.of_bias is None else as_type(total, ctx.of_bias)
         return grad_x, None, None, grad_weight, grad_bias
 
 

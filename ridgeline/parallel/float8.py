@@ -41,6 +41,7 @@ from ridgeline.parallel.float8_ops import (
     product_with_weight,
     scale_of,
 )
+from ridgeline.parallel.operators import as_type
 from ridgeline.tuning import TuneConfig
 
 MULTIPLE = 16
@@ -134,7 +135,7 @@ class _Linear(torch.autograd.Function):
                 grad_weight = multiply(turned, kept, of_turned, of_kept, of_x, False, ctx.native)
             else:
                 grad_weight = grad_TO.t() @ kept
-            grad_weight = grad_weight.to(of_weight)
+            grad_weight = as_type(grad_weight, of_weight)
         return grad_x, grad_weight, None, None, None, None, None, None, None
 
 

@@ -30,6 +30,7 @@ from ridgeline.parallel.float8_ops import (
     scale_of,
     together,
 )
+from ridgeline.parallel.operators import as_type
 
 
 class _Linears(torch.autograd.Function):
@@ -105,7 +106,7 @@ class _Linears(torch.autograd.Function):
                 made = grad_TO.t() @ kept
             parts = made.split([weight.shape[0] for weight in used])
             for index, part in zip(called, parts, strict=True):
-                of_weights[index] = part.to(weights[index].dtype)
+                of_weights[index] = as_type(part, weights[index].dtype)
         return grad_x, *nothing, *of_weights
 
 
@@ -120,7 +121,7 @@ def linears(
 ) -> list[Tensor]:
     """The layers' outputs in x's own type."""
     if not x_TI.shape[0]:  # nothing to scale
-        return [x_TI @ weight.to(x_TI.dtype).t() for weight in weights]
+        return [x_TI @ as_type(weight, x_TI.dtype).t() for weight in weights]
     with torch.autocast(x_TI.device.type, enabled=False):
         outs = _Linears.apply(
             x_TI,

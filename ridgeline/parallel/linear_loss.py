@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.errors import UsageError
+from ridgeline.parallel.operators import as_type
 
 
 class _Loss(torch.autograd.Function):
@@ -33,26 +34,26 @@ class _Loss(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        weight, bias = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        weight, bias = as_type(weight_VD, dtype), None if bias_V is None else as_type(bias_V, dtype)
         # Relative to the largest share: 1/65536 of a small probability is nothing in float16.
-        top = shares_T.max().to(wide).clamp(min=torch.finfo(wide).tiny)
+        top = as_type(shares_T.max(), wide).clamp(min=torch.finfo(wide).tiny)
         total = torch.zeros((), dtype=wide, device=x_TD.device)
         grads_x = []
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=x_TD.device)
         grad_bias = torch.zeros(weight.shape[:1], dtype=wide, device=x_TD.device)
         for start in range(0, x_TD.shape[0], chunk):
-            part = x_TD[start : start + chunk].to(dtype)
+            part = as_type(x_TD[start : start + chunk], dtype)
             index = targets_T[start : start + chunk].unsqueeze(1)
-            share = shares_T[start : start + chunk].to(wide)
-            logits = F.linear(part, weight, bias).to(wide)
+            share = as_type(shares_T[start : start + chunk], wide)
+            logits = as_type(F.linear(part, weight, bias), wide)
             norm = logits.logsumexp(1, keepdim=True)
             total = total + ((norm - logits.gather(1, index)).squeeze(1) * share).sum()
             each = torch.exp(logits - norm)
             each = each.scatter_add(1, index, torch.full_like(norm, -1.0))
             each = each * (share / top).unsqueeze(1)
-            narrow = each.to(dtype)
+            narrow = as_type(each, dtype)
             grads_x.append(narrow @ weight)
-            grad_weight = grad_weight + (narrow.t() @ part).to(wide)
+            grad_weight = grad_weight + as_type(narrow.t() @ part, wide)
             if bias is not None:
                 grad_bias = grad_bias + each.sum(0)
         ctx.save_for_backward(torch.cat(grads_x), grad_weight, grad_bias, top)
@@ -63,11 +64,11 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight, grad_bias, top = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.dtypes
-        factor = grad.to(grad_weight.dtype) * top
+        factor = as_type(grad, grad_weight.dtype) * top
         return (
-            (grad_x.to(grad_weight.dtype) * factor).to(of_x),
-            (grad_weight * factor).to(of_weight),
-            None if of_bias is None else (grad_bias * factor).to(of_bias),
+            as_type(as_type(grad_x, grad_weight.dtype) * factor, of_x),
+            as_type(grad_weight * factor, of_weight),
+            None if of_bias is None else as_type(grad_bias * factor, of_bias),
             None,
             None,
             None,

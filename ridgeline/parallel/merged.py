@@ -25,6 +25,7 @@ from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.parallel.float8 import Float8Linear, Scaling
 from ridgeline.parallel.float8_merged import linears
+from ridgeline.parallel.operators import as_type
 from ridgeline.parallel.siblings import Found, Siblings
 
 _CARRIED = "_ridgeline_products"
@@ -76,16 +77,16 @@ class _Products(torch.autograd.Function):
                 )
             if any(needs_weights[index] for index in part):
                 for index, made in zip(part, (grad_TO.t() @ x_TI).split(sizes), strict=True):
-                    of_weights[index] = made.to(weights[index].dtype)
+                    of_weights[index] = as_type(made, weights[index].dtype)
             if any(needs_biases[index] for index in part if needs_biases):
                 for index, made in zip(part, grad_TO.sum(0).split(sizes), strict=True):
-                    of_biases[index] = made.to(ctx.of_biases[index])
+                    of_biases[index] = as_type(made, ctx.of_biases[index])
         return grad_x, None, None, *of_weights, *of_biases
 
 
 def _cat(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    cast = [tensor.to(dtype) for tensor in tensors]
-    return torch.cat(cast) if len(cast) > 1 else cast[0]
+    narrow = [as_type(tensor, dtype) for tensor in tensors]
+    return torch.cat(narrow) if len(narrow) > 1 else narrow[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Operators of our own, which a compiler calls without looking into them: how they are registered.
 
 Called by `float8_ops.py` and `conv_ops.py`, each of which has its kernels in a file beside it that is
-imported on CUDA alone.
+imported on CUDA alone; and what functions with a gradient of their own need to be compiled.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ def build_operator(name: str, call: Callable[..., Any], fake: Callable[..., Any]
     _OPERATORS.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ridgeline::{name}", fake, lib=_OPERATORS)
     return getattr(torch.ops.ridgeline, name).default
+
+
+def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another type, and x itself where it is of that type. For an `autograd.Function` that may be
+    compiled: on torch 2.11 one that returns `out.to(type)` gets gradients of zero where that changes
+    nothing. Where a `to` changes something, or is on what comes in, they are right."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 @lru_cache(maxsize=1)

@@ -98,14 +98,19 @@ def test_max_pools_are_torchs(
     elif values == "nothing":
         x[torch.rand(x.shape, device="cuda") < 0.9] = -torch.inf
     plain = nn.MaxPool2d(*window)
-    leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for _ in "ab"]
+    # In windows of -inf alone torch's kernel for channels last names the corner of the whole image, and so
+    # adds gradients to a place that is in none of them; what it does on a CPU is held to here.
+    beside = x.cpu() if values == "nothing" else x
+    leaves = [
+        one.clone(memory_format=torch.preserve_format).requires_grad_() for one in (x, beside)
+    ]
     found, true = changed(plain)(leaves[0]), plain(leaves[1])
     # Whole numbers, so that sums of a few of them are exact in any order and type.
     grad = torch.randint(-8, 9, true.shape, device="cuda").bfloat16().contiguous(memory_format=LAST)
     for out in (found, true):
-        out.backward(grad)
-    assert torch.equal(found.nan_to_num(99), true.nan_to_num(99))
-    assert torch.equal(leaves[0].grad, leaves[1].grad)
+        out.backward(grad.to(out.device))
+    assert torch.equal(found.nan_to_num(99).cpu(), true.nan_to_num(99).cpu())
+    assert torch.equal(leaves[0].grad.cpu(), leaves[1].grad.cpu())
 
 
 def test_positions_beyond_32_bits() -> None:
@@ -141,6 +146,7 @@ def test_a_compiled_model_in_bf16_trains_as_torchs_does() -> None:
     torch._dynamo.reset()
     plain = Small().cuda().to(memory_format=LAST)
     ours = changed(plain)
+    begun = [p.detach().clone() for p in plain.parameters()]
     x = image(8, 3, 64, 64)
     found = []
     for model in (ours, plain):
@@ -152,6 +158,7 @@ def test_a_compiled_model_in_bf16_trains_as_torchs_does() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append([loss, *model.parameters(), *model.buffers()])
+        ways = [p.detach() - start for p, start in zip(model.parameters(), begun, strict=True)]
+        found.append([loss, *model.buffers(), *ways])
     for one, other in zip(*found, strict=True):
-        assert relative(one, other) < 0.02  # activations in bf16
+        assert relative(one, other) < 0.05  # activations in bf16

@@ -18,4 +18,5 @@ REMEDY = Remedy(
     predicted_gain=lambda step, config: amdahl(step, 0.5 * step.data_s),
     change=lambda config: ["data.augment.where=device"],
     risk="none",
+    feeds=True,
 )

@@ -34,4 +34,5 @@ REMEDY = Remedy(
         f"data.prefetch={max(config.data.prefetch, 2)}",
     ],
     risk="none",
+    feeds=True,
 )

@@ -23,4 +23,5 @@ REMEDY = Remedy(
         f"data.prefetch={max(config.data.prefetch, 2)}",
     ],
     risk="none",
+    feeds=True,
 )

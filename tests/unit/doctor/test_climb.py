@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from ridgeline.config import load_config
+from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting
 from ridgeline.doctor.climb import change_config, climb
+from ridgeline.doctor.ladder import Rung
 from ridgeline.doctor.losses import difference, judge_losses
 from ridgeline.doctor.measured import Measured, Stall
 from ridgeline.doctor.remedies.contract import Parts, Remedy, amdahl
@@ -110,6 +112,59 @@ def test_a_climb_keeps_the_faster_and_drops_the_rest(
     assert "kept: the recipe as it is" in said[-1]
     assert f"{ladder.best.times:.2f} times the baseline with threads" in said[-1]
     assert "not tried, since they promise next to nothing: not promising" in said[-1]
+
+
+def test_what_leaves_the_device_waiting_is_tried_again_with_what_feeds_it() -> None:
+    """Both are hidden by the other alone: computing takes 100 of 100 ms, reading 95."""
+    config = load_config(None, SETTINGS).config
+    fast = always("fast", 1.5, "layout.compile=true")
+    threads = dataclasses.replace(
+        REMEDIES["reading threads"], applies=lambda step, c: "so" if step.data_s > 0.005 else None
+    )
+    waiting = Waiting([fast, threads])
+    step = Parts(step_s=0.100, data_s=0.0, device_kind="cuda")
+    assert [promise.remedy.name for promise in waiting.rank(step, config)] == ["fast"]
+    waiting.take(fast)
+    rung = Rung("fast", (), False, "", gain=1.05, step_s=0.095, data_s=0.035)
+    pair = waiting.add_pair(fast, rung, step, config)
+    assert pair is not None
+    assert pair.name == "fast, reading threads"
+    assert pair.change(config)[0] == "layout.compile=true"
+    assert pair.change(config)[1].startswith("data.threads=")
+    (promise,) = waiting.rank(step, config)
+    assert promise.remedy is pair
+    assert promise.gain == pytest.approx(1.05 * amdahl(Parts(0.095), 0.9 * 0.035))
+    # Where the kept state waits as long, the remedy's own gain was there to be seen.
+    held = dataclasses.replace(step, data_s=0.035)
+    assert Waiting([threads]).add_pair(fast, rung, held, config) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"gain": None}, "its losses were off"),
+        ({"gain": 0.8}, "slower by itself"),
+        ({"data_s": 0.001}, "it waits for nothing"),
+        ({"data_s": None}, "it was never timed"),
+    ],
+)
+def test_what_was_dropped_for_other_reasons_is_not_tried_again(
+    changes: dict[str, float | None], why: str
+) -> None:
+    config = load_config(None, SETTINGS).config
+    fast = always("fast", 1.5, "layout.compile=true")
+    waiting = Waiting([REMEDIES["reading threads"]])
+    step = Parts(step_s=0.100, data_s=0.0, device_kind="cuda")
+    rung = Rung("fast", (), False, "", gain=1.05, step_s=0.095, data_s=0.035)
+    assert waiting.add_pair(fast, rung, step, config) is not None
+    other = Waiting([REMEDIES["reading threads"]])
+    assert other.add_pair(fast, dataclasses.replace(rung, **changes), step, config) is None, why
+
+
+def test_graphs_promise_something_on_every_compiled_step() -> None:
+    graphs = REMEDIES["CUDA graphs"]
+    config = load_config(None, [*SETTINGS, "layout=precision=bf16,compile=true"]).config
+    assert graphs.predicted_gain(Parts(0.1, device_kind="cuda"), config) > LEAST_PREDICTED
 
 
 def test_losses_are_judged() -> None:

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from ridgeline.config import load_config
-from ridgeline.doctor.climb import carry, climb, climb_script
+from ridgeline.doctor.choice import carry
+from ridgeline.doctor.climb import climb, climb_script
 from ridgeline.doctor.remedies.contract import Parts, Remedy
 from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
 from ridgeline.doctor.states import Effort

@@ -1,0 +1,143 @@
+"""What a climb tries next: the remedies that apply to the step as it is now, the most promising first.
+
+A device computes while the host reads, so that the slower of the two hides the other: a remedy that makes
+the device faster may show no gain because the step then waits for data, and one that feeds it none
+because nothing waited. Such a remedy is tried once more together with what would feed it. Called by
+`climb.py`; imports without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ridgeline.config import RunConfig
+from ridgeline.doctor.ladder import FOR_GPUS, NO_TIME, NOTHING_TO_DO, TOO_LITTLE, Rung, Untried
+from ridgeline.doctor.remedies.contract import (
+    ATTENTION,
+    CONVOLUTION,
+    ELEMENTWISE,
+    LOSS,
+    MATRIX,
+    OPTIMIZER,
+    Parts,
+    Remedy,
+    Step,
+    seconds,
+)
+
+LEAST_PREDICTED = 1.001
+"""A remedy that does not promise this much is not worth a process."""
+WAITS_MORE = 0.03
+"""Share of the step by which a state has to wait longer for data to have been held back by them."""
+NOT_SLOWER = 0.97
+"""A state that is slower than this is so by itself."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A remedy that applies: the gain it expects, and why it may help."""
+
+    gain: float
+    remedy: Remedy
+    reason: str
+
+
+class Waiting:
+    """The remedies that are still to be tried."""
+
+    def __init__(self, remedies: Iterable[Remedy]) -> None:
+        self._remedies = {remedy.name: remedy for remedy in remedies}
+        self._feeding = [remedy for remedy in self._remedies.values() if remedy.feeds]
+
+    def rank(self, step: Step, config: RunConfig) -> list[Promise]:
+        """Those that apply, the most promising first."""
+        return sorted(_promises(self._remedies.values(), step, config), key=lambda p: -p.gain)
+
+    def take(self, remedy: Remedy) -> None:
+        del self._remedies[remedy.name]
+
+    def give_back(self, remedy: Remedy) -> None:
+        self._remedies[remedy.name] = remedy
+
+    def add_pair(self, remedy: Remedy, rung: Rung, step: Parts, config: RunConfig) -> Remedy | None:
+        """Of a remedy that was dropped because its state waits for data, and what would feed that; None
+        where it was dropped for another reason, or nothing would."""
+        if rung.gain is None or rung.gain < NOT_SLOWER or rung.step_s is None or not rung.data_s:
+            return None
+        if remedy.feeds or rung.data_s - step.data_s < WAITS_MORE * rung.step_s:
+            return None
+        held_back = dataclasses.replace(step, step_s=rung.step_s, data_s=rung.data_s)
+        found = _promises(self._feeding, held_back, config)
+        if not found:
+            return None
+        best = max(found, key=lambda promise: promise.gain)
+        pair = _pair(remedy, best.remedy, rung.gain * best.gain, best.reason)
+        self._remedies[pair.name] = pair
+        return pair
+
+    def untried(
+        self, step: Parts, config: RunConfig, spent_s: float, cost_s: float
+    ) -> list[Untried]:
+        """What was not tried, in the order in which it would have been, with the budget that each needs if
+        it takes `cost_s`; and what does not apply: because of the device, if it would on a GPU."""
+        found, needed_s = [], spent_s
+        ranked = self.rank(step, config)
+        for promise in ranked:
+            name, gain, reason = promise.remedy.name, promise.gain, promise.reason
+            if gain < LEAST_PREDICTED:
+                found.append(Untried(name, TOO_LITTLE, gain, reason))
+                continue
+            needed_s += cost_s
+            budget_s = 10.0 * math.ceil(needed_s / 10.0)
+            found.append(Untried(name, NO_TIME, gain, reason, budget_s))
+        applying = {promise.remedy.name for promise in ranked}
+        on_gpu = dataclasses.replace(step, device_kind="cuda")
+        for name, remedy in self._remedies.items():
+            if name not in applying:
+                nowhere = remedy.applies(on_gpu, config) is None
+                found.append(Untried(name, NOTHING_TO_DO if nowhere else FOR_GPUS))
+        return found
+
+
+def _promises(remedies: Iterable[Remedy], step: Step, config: RunConfig) -> list[Promise]:
+    found = []
+    for remedy in remedies:
+        reason = remedy.applies(step, config)
+        if reason is not None:
+            found.append(Promise(remedy.predicted_gain(step, config), remedy, reason))
+    return found
+
+
+def _pair(first: Remedy, feeding: Remedy, gain: float, reason: str) -> Remedy:
+    return Remedy(
+        name=f"{first.name}, {feeding.name}",
+        applies=lambda step, config: first.applies(step, config) and f"with it, {reason}",
+        predicted_gain=lambda step, config: gain,
+        change=lambda config: [*first.change(config), *feeding.change(config)],
+        risk=first.risk,
+    )
+
+
+def split_advice(remedies: Mapping[str, Remedy]) -> tuple[list[Remedy], list[Remedy]]:
+    """Those that change a recipe, and those that say what to do by hand."""
+    every = list(remedies.values())
+    return [r for r in every if not r.advice], [r for r in every if r.advice]
+
+
+def carry(step: Step, parts: Parts) -> Parts:
+    """A changed step's parts: its own clock's, and for the kernels the proportions that were measured."""
+    before, now = step.step_s - step.data_s, parts.step_s - parts.data_s
+    shrunk = now / before if before > 0 else 1.0
+    measured = {
+        name: shrunk * seconds(step, name)
+        for name in (MATRIX, ATTENTION, CONVOLUTION, ELEMENTWISE, LOSS)
+    }
+    classes = {name: value for name, value in measured.items() if value}
+    return dataclasses.replace(
+        parts,
+        launch_s=shrunk * step.launch_s,
+        classes={**classes, OPTIMIZER: seconds(parts, OPTIMIZER)},
+    )
