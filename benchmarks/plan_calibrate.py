@@ -1,8 +1,9 @@
 """How well the planner does on the rest of a set once calibrated on a few of its rows.
 
-Of each set several random choices of 15 rows (of half the set where it has fewer than 30) are fitted, and
-the errors on the set's other rows are printed: mean and 90th percentile, over choices and of each. The
-choices follow from the seed alone. The rows are those of `ridgeline plan validate`.
+Of each set 15 rows (half the set where it has fewer than 30) are fitted: those that `ridgeline plan choose`
+names without looking at what was measured, and several random choices, which follow from the seed alone.
+The errors on the set's other rows are printed: mean and 90th percentile, for the chosen ones, over the
+random choices and for each. The rows are those of `ridgeline plan validate`.
 
     python benchmarks/plan_calibrate.py --rows FILE [--sets NAME ...] [--draws 5] [--seed 0] [--json FILE]
 """
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ridgeline.plan.calibrate import clear_caches
 from ridgeline.plan.rows import Row, Unreadable, load_rows, read_row
-from ridgeline.plan.validate import calibrate, changed, check_rows, measured_s
+from ridgeline.plan.validate import calibrate, changed, check_rows, choose_rows, measured_s
 
 LEAST_ROWS = 6
 FITTED = 15
@@ -54,13 +55,19 @@ def p90(sizes: Sequence[float]) -> float:
     return sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
 
 
-def draw(rows: Sequence[Row], chance: random.Random) -> tuple[list[Row], list[Row]]:
-    count = FITTED if len(rows) >= 2 * FITTED else len(rows) // 2
-    chosen = set(chance.sample(range(len(rows)), count))
-    return (
-        [row for i, row in enumerate(rows) if i in chosen],
-        [row for i, row in enumerate(rows) if i not in chosen],
-    )
+def num_fitted(rows: Sequence[Row]) -> int:
+    return FITTED if len(rows) >= 2 * FITTED else len(rows) // 2
+
+
+def draw(rows: Sequence[Row], chance: random.Random) -> list[Row]:
+    return [rows[place] for place in sorted(chance.sample(range(len(rows)), num_fitted(rows)))]
+
+
+def judge(rows: Sequence[Row], chosen: Sequence[Row]) -> tuple[float, float, dict[str, float]]:
+    """Mean and 90th percentile of the errors on the other rows, and the fitted factors."""
+    found = calibrate(chosen)
+    sizes = errors([row for row in rows if row not in chosen], changed(found))
+    return statistics.fmean(sizes), p90(sizes), found
 
 
 def main() -> None:
@@ -73,7 +80,10 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="Also print the fitted factors.")
     args = parser.parse_args()
 
-    head = "set                      rows  fitted  as shipped  mean of draws (each)  p90 (each)  s a fit"
+    head = (
+        "set                      rows  fitted  as shipped  chosen: mean, p90  mean of draws (each)  "
+        "p90 (each)  s a fit"
+    )
     print(head)
     records = []
     for name, rows in usable(load_rows(args.rows)).items():
@@ -81,23 +91,24 @@ def main() -> None:
             continue
         chance = random.Random(f"{args.seed} {name}")
         shipped = statistics.fmean(errors(rows))
-        means, tails, took, factors = [], [], [], []
+        telling, _ = choose_rows(rows, num_fitted(rows))
+        mean, tail, found = judge(rows, telling)
+        means, tails, took, factors = [], [], [], [found]
         for _ in range(args.draws):
-            chosen, rest = draw(rows, chance)
             began = time.perf_counter()
-            found = calibrate(chosen)
+            one, other, found = judge(rows, draw(rows, chance))
             took.append(time.perf_counter() - began)
-            sizes = errors(rest, changed(found))
-            means.append(statistics.fmean(sizes))
-            tails.append(p90(sizes))
+            means.append(one)
+            tails.append(other)
             factors.append(found)
-        print(
-            f"{name:<24} {len(rows):<5} {len(chosen):<7} {shipped:<11.2f} "
-            f"{statistics.fmean(means):.2f} ({', '.join(f'{m:.1f}' for m in means)})  "
-            f"{statistics.fmean(tails):.1f} ({', '.join(f'{t:.1f}' for t in tails)})  "
-            f"{statistics.fmean(took):.1f}",
-            flush=True,
-        )
+        line = f"{name:<24} {len(rows):<5} {num_fitted(rows):<7} {shipped:<11.2f} {mean:.2f}, {tail:<12.1f}"
+        if means:
+            line += (
+                f"{statistics.fmean(means):.2f} ({', '.join(f'{m:.1f}' for m in means)})  "
+                f"{statistics.fmean(tails):.1f} ({', '.join(f'{t:.1f}' for t in tails)})  "
+                f"{statistics.fmean(took):.1f}"
+            )
+        print(line, flush=True)
         if args.show:
             for found in factors:
                 print(
@@ -108,8 +119,11 @@ def main() -> None:
             {
                 "set": name,
                 "rows": len(rows),
-                "fitted": len(chosen),
+                "fitted": num_fitted(rows),
                 "shipped_mean": shipped,
+                "chosen": [str(row["id"]) for row in telling],
+                "chosen_mean": mean,
+                "chosen_p90": tail,
                 "means": means,
                 "p90s": tails,
                 "factors": factors,

@@ -1,14 +1,13 @@
 """`ridgeline plan`: memory and time of layouts before anything runs, and how far to trust them.
 
 `ridgeline plan MODEL ...` looks for the best layouts; `ridgeline plan facts` traces a module into facts
-that can be planned from; `ridgeline plan validate` compares predictions with rows that others measured.
-Needs no torch but to trace. Added to the app by `cli.py`.
+that can be planned from; `validate` and `choose` are in `cli_validate.py`. Needs no torch but to trace.
+Added to the app by `cli.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
+from ridgeline.cli_validate import choose, validate
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ridgeline.plan.machine import Machine
     from ridgeline.plan.module import ModuleFacts
     from ridgeline.plan.search import Found
-    from ridgeline.plan.validate import Checked, Summary
 
 
 class _ModelFirst(typer.core.TyperGroup):
@@ -394,80 +393,5 @@ def simulate(
         typer.echo(line)
 
 
-@plan_app.command()
-def validate(
-    rows: Annotated[Path, typer.Option(help="Measured rows, as JSON.")],
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            help="At most 15 rows to fit the machine's parameters on; they are not judged."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write one record a row to this JSON file.")
-    ] = None,
-) -> None:
-    """Predict rows that others measured, and print the errors by set."""
-    from ridgeline.plan.rows import load_rows
-    from ridgeline.plan.validate import calibrate as fit
-    from ridgeline.plan.validate import changed, check_rows, summarize
-
-    measured = load_rows(rows)
-    change, fitted_ids = None, set[str]()
-    if calibrate is not None:
-        chosen = load_rows(calibrate)
-        values = fit(chosen)
-        change = changed(values)
-        fitted_ids = {str(row.get("id")) for row in chosen}
-        typer.echo(f"factors fitted on {len(chosen)} rows: " + _show_values(values))
-    everything = check_rows(measured, change)
-    checked = [c for c in everything if c.id not in fitted_ids]
-    _show_summaries(summarize(checked))
-    _show_skipped(checked)
-    if out is not None:
-        try:
-            text = json.dumps([c.values for c in everything], indent=1)
-            out.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise RunError(
-                f"cannot write {out} of --out ({error.strerror}); name another file"
-            ) from error
-        typer.echo(f"\n{len(everything)} records in {out}")
-    if not checked:
-        raise UsageError(f"{rows} of --rows has no row that was not used for fitting; give more")
-
-
-def _show_values(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-
-
-def _show_summaries(summaries: list[Summary]) -> None:
-    head = ("set", "what", "rows", "mean %", "median %", "p90 %", "bias %", "worst")
-    table: list[tuple[str, ...]] = [head]
-    for s in summaries:
-        worst = ", ".join(f"{name} {error:+.1f}" for name, error in s.worst[:3])
-        figures = tuple(f"{value:.2f}" for value in (s.mean, s.median, s.p90))
-        table.append((s.set, s.what, str(s.rows), *figures, f"{s.bias:+.2f}", worst))
-    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-    for row in table:
-        typer.echo("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
-
-
-def _show_skipped(checked: list[Checked]) -> None:
-    reasons = Counter((c.set, c.skipped) for c in checked if c.skipped)
-    if reasons:
-        typer.echo("\nskipped:")
-    for (name, reason), count in sorted(reasons.items()):
-        typer.echo(f"  {name}: {count} ({reason})")
-    guesses = Counter((c.set, c.values["guessed"]) for c in checked if "guessed" in c.values)
-    if guesses:
-        typer.echo("\nsoftware that is not known:")
-    for (name, words), count in sorted(guesses.items()):
-        typer.echo(f"  {name}: {count} ({words})")
-    refused = [c for c in checked if c.values.get("measured", {}).get("oom")]
-    if refused:
-        false = [c.id for c in refused if c.false_fit]
-        typer.echo(
-            f"\nout of memory when measured: {len(refused)}; said to fit: {len(false)}"
-            + (f" ({', '.join(false)})" if false else "")
-        )
+plan_app.command()(validate)
+plan_app.command()(choose)

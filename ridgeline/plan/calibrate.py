@@ -79,7 +79,7 @@ def fit(jobs: Sequence[Job], seconds: Sequence[float]) -> dict[str, float]:
     """Factors on parameters, and facts as 1 or 0, that make these jobs' times most plausible."""
     coarse = []
     for denied in _worlds(jobs):
-        misfits = _Misfits(jobs, seconds, denied)
+        misfits = Misfits(jobs, seconds, denied)
         place, cost = _descend(misfits, [0.0] * len(misfits.names), NOISES[0])
         coarse.append((cost + CLEAR * len(denied), misfits, place, denied))
     least = min(cost for cost, *_ in coarse)
@@ -105,7 +105,7 @@ def _worlds(jobs: Sequence[Job]) -> list[dict[str, float]]:
     return worlds
 
 
-class _Misfits:
+class Misfits:
     """Logarithms of predicted over measured times, in widths of their noise."""
 
     def __init__(self, jobs: Sequence[Job], seconds: Sequence[float], facts: Mapping[str, float]):
@@ -166,7 +166,7 @@ class _Misfits:
         return found
 
 
-def _descend(misfits: _Misfits, place: list[float], noise: float) -> tuple[list[float], float]:
+def _descend(misfits: Misfits, place: list[float], noise: float) -> tuple[list[float], float]:
     """Damped Gauss-Newton steps on logarithms; where they end, and the cost there."""
     misfits.noise = noise
     rows = misfits.at(place, True)

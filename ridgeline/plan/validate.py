@@ -1,8 +1,8 @@
 """The planner against what others measured: errors by set, the worst rows, and false "fits".
 
 `validate` predicts every row that it can express and says of the others why not; `calibrate` fits a few
-physical parameters of the machine on at most 15 rows, inside bounds. The command is
-`ridgeline plan validate`.
+physical parameters of the machine on at most 15 rows, inside bounds; `choose_rows` says which rows are
+worth measuring for that. The commands are `ridgeline plan validate` and `ridgeline plan choose`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any, Final
 
 from ridgeline.errors import UsageError
 from ridgeline.plan.calibrate import Change, changed, fit
+from ridgeline.plan.design import most_telling
 from ridgeline.plan.memory import GIB, fits, stage_memory
 from ridgeline.plan.predict import predict
 from ridgeline.plan.rows import ReadRow, Row, Unreadable, read_row
 
-__all__ = ["calibrate", "changed", "check_row", "check_rows", "measured_s", "summarize"]
+__all__ = [
+    "calibrate", "changed", "check_row", "check_rows", "choose_rows", "measured_s", "summarize",
+]  # fmt: skip
 
 MAX_CALIBRATION_ROWS: Final = 15
 
@@ -172,6 +175,23 @@ def calibrate(rows: Sequence[Row]) -> dict[str, float]:
     if not jobs:
         raise UsageError("no row in --calibrate has a time that can be predicted; choose others")
     return fit(jobs, seconds)
+
+
+def choose_rows(rows: Sequence[Row], count: int) -> tuple[list[Row], list[str]]:
+    """`count` rows to measure, the most telling first, and for each row that cannot be expressed why.
+    What was measured of them, if anything was, has no part in it."""
+    read, known, skipped = [], [], []
+    for index, row in enumerate(rows):
+        try:
+            read.append(read_row(row, index).job)
+            known.append(row)
+        except Unreadable as error:
+            skipped.append(str(error))
+    if not known:
+        raise UsageError(
+            "none of the rows can be expressed as a job; ridgeline plan validate says why"
+        )
+    return [known[place] for place in most_telling(read, count)], skipped
 
 
 def measured_s(read: ReadRow) -> float | None:

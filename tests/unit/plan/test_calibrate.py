@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ridgeline.plan.calibrate import PARAMETERS, changed, fit
+from ridgeline.plan.design import most_telling
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import alignment, gemm_s
 from ridgeline.plan.machine import load_machine
@@ -41,6 +42,34 @@ def test_known_parameters_are_found_again() -> None:
     again = changed(found)
     for job, was in zip(chosen, seconds, strict=True):
         assert predict(again(job)).seconds == pytest.approx(was, rel=0.02)
+
+
+def test_the_most_telling_runs_tell_about_the_others() -> None:
+    """Runs that are alike say the same; the odd ones are what a parameter would be unknown without."""
+    every = jobs("vtrain_multi", 1, 49)
+    alike = [job for job in every if job.tp == 8 and job.pp > 1][:6]
+    odd = next(job for job in every if job.tp == 1 and job.dp >= 16)
+    chosen = most_telling([*alike, odd], 2)
+    assert 6 in chosen
+    assert len(set(chosen)) == 2
+    assert sorted(most_telling([*alike, odd], 99)) == list(range(7))
+
+
+def test_fits_on_the_most_telling_runs_are_better_than_on_others() -> None:
+    """With times that the model can explain, parameters of which are off their shipped values."""
+    every = jobs("vtrain_multi", 1, 49)
+    truth = {"device.host_kernel_s": 2.0, "intra.efficiency": 0.85, "inter.efficiency": 0.7}
+    seconds = [predict(changed(truth)(job)).seconds for job in every]
+
+    def error(places: list[int]) -> float:
+        found = changed(fit([every[p] for p in places], [seconds[p] for p in places]))
+        rest = [p for p in range(len(every)) if p not in places]
+        return sum(abs(predict(found(every[p])).seconds / seconds[p] - 1) for p in rest) / len(rest)
+
+    chosen = error(most_telling(every, 6))
+    plain = error(list(range(20, 26)))
+    assert chosen < 0.02
+    assert chosen < plain
 
 
 def test_runs_that_recomputed_nothing_are_seen_to() -> None:

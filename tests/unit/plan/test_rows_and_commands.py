@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ridgeline.cli import app
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError
 from ridgeline.plan.calibrate import FACTS, PARAMETERS
 from ridgeline.plan.measured import load_measured
 from ridgeline.plan.rows import Unreadable, load_rows, read_row
-from ridgeline.plan.validate import calibrate, changed, check_row, check_rows
+from ridgeline.plan.validate import calibrate, changed, check_row, check_rows, choose_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = ROOT / "tests" / "golden" / "plan" / "rows.json"
@@ -243,6 +243,35 @@ def test_calibration_stays_in_bounds_helps_and_takes_few_rows(tmp_path: Path) ->
     done = call("validate", "--rows", str(ROWS), "--calibrate", str(few))
     assert done.exit_code == 0, done.output
     assert f"fitted on {len(chosen)} rows" in done.output
+
+
+def test_the_runs_worth_measuring_are_chosen_without_a_look_at_their_times(tmp_path: Path) -> None:
+    every = [r for r in rows() if r["set"] == "vtrain_multi"]
+    path, out = tmp_path / "runs.json", tmp_path / "chosen.json"
+    path.write_text(json.dumps([{**row, "measured": {}} for row in every]))
+    done = call("choose", "--rows", str(path), "-n", "5", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert f"5 of {len(every)} runs" in done.output
+    ids = [row["id"] for row in json.loads(out.read_text())]
+    assert len(set(ids)) == 5
+    assert ids == [row["id"] for row in choose_rows(every, 5)[0]]
+    assert ids[:3] == [row["id"] for row in choose_rows(every, 3)[0]]
+
+
+def test_what_cannot_be_chosen_from_is_one_sentence(tmp_path: Path) -> None:
+    done = call("choose", "--rows", str(ROWS), "--set", "nobody")
+    assert isinstance(done.exception, UsageError)
+    assert "of set 'nobody'; its sets are" in str(done.exception)
+    assert "vtrain_multi" in str(done.exception)
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([{"id": "a"}, {"id": "b"}]))
+    done = call("choose", "--rows", str(path))
+    assert isinstance(done.exception, UsageError)
+    assert "none of the rows can be expressed" in str(done.exception)
+    few = ("choose", "--rows", str(ROWS), "--set", "vtrain_multi", "-n", "1")
+    done = call(*few, "--out", str(tmp_path / "nowhere" / "x"))
+    assert isinstance(done.exception, RunError)
+    assert "name another file" in str(done.exception)
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", '{"rows": 3}'])
