@@ -53,8 +53,10 @@ class Waiting:
         self._feeding = [remedy for remedy in self._remedies.values() if remedy.feeds]
 
     def rank(self, step: Step, config: RunConfig) -> list[Promise]:
-        """Those that apply, the most promising first."""
-        return sorted(_promises(self._remedies.values(), step, config), key=lambda p: -p.gain)
+        """Those that apply, the most promising first; after those that start soon the others, and last
+        what promises nothing."""
+        found = _promises(self._remedies.values(), step, config)
+        return sorted(found, key=lambda p: (p.gain < LEAST_PREDICTED, p.remedy.slow, -p.gain))
 
     def take(self, remedy: Remedy) -> None:
         del self._remedies[remedy.name]

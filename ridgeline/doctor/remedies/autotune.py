@@ -18,4 +18,5 @@ REMEDY = Remedy(
     predicted_gain=lambda step, config: amdahl(step, 0.02 * products_s(step)),
     change=lambda config: ["tune.compile_mode=autotune"],
     risk="order",
+    slow=True,
 )

@@ -76,6 +76,8 @@ class Remedy:
     """What to do by hand, for one that the recipe cannot be changed for."""
     repeats: bool = False
     """Whether it may be tried again after it was kept."""
+    slow: bool = False
+    """Whether a state with it takes minutes to start, so that others come first."""
     feeds: bool = False
     """Whether it brings data sooner, and so lets others show their gain."""
 

@@ -28,4 +28,5 @@ REMEDY = Remedy(
     predicted_gain=lambda step, config: amdahl(step, 0.08 * elementwise_s(step)),
     change=lambda config: ["tune.search_tiles=true"],
     risk="order",
+    slow=True,
 )

@@ -161,6 +161,17 @@ def test_what_was_dropped_for_other_reasons_is_not_tried_again(
     assert other.add_pair(fast, dataclasses.replace(rung, **changes), step, config) is None, why
 
 
+def test_what_takes_minutes_to_start_comes_after_the_rest() -> None:
+    config = load_config(None, SETTINGS).config
+    slow = dataclasses.replace(always("slow", 1.5, "train.lr=1"), slow=True)
+    waiting = Waiting(
+        [slow, always("nothing", 1.0, "train.lr=2"), always("soon", 1.1, "train.lr=3")]
+    )
+    step = Parts(step_s=0.1, device_kind="cuda")
+    assert [p.remedy.name for p in waiting.rank(step, config)] == ["soon", "slow", "nothing"]
+    assert {r.name for r in REMEDIES.values() if r.slow} == {"autotune", "tile search"}
+
+
 def test_graphs_promise_something_on_every_compiled_step() -> None:
     graphs = REMEDIES["CUDA graphs"]
     config = load_config(None, [*SETTINGS, "layout=precision=bf16,compile=true"]).config
