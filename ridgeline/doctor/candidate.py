@@ -79,9 +79,10 @@ class Runner:
             torch.cuda.synchronize()
 
     def _reset_peak(self) -> None:
+        """Not with captured graphs: what they hold was counted when they were captured, and never again."""
         import torch
 
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.training.mesh.layout.graphs:
             torch.cuda.reset_peak_memory_stats()
 
     def _peak(self) -> int:

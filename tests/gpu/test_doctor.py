@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from ridgeline.config import find_recipe, load_config
+from ridgeline.config import dump_config, find_recipe, load_config
+from ridgeline.doctor.candidate import Runner
 from ridgeline.doctor.measure import Options, measure
 from ridgeline.doctor.shapes import Used, sweep_model
 from ridgeline.doctor.verdict import judge
@@ -59,3 +62,24 @@ def test_a_recipe_is_taken_apart() -> None:
     assert 0 < measured.memory.peak_bytes < measured.memory.capacity_bytes
     assert seen.timeline
     assert judge(measured).evidence
+
+
+def test_memory_of_captured_graphs_is_counted(tmp_path: Path) -> None:
+    peaks = []
+    for graphs in ("false", "true"):
+        config = load_config(
+            find_recipe("llama-text"),
+            [
+                "model.args.size=5m",
+                "train.batch=64",
+                "train.eval_samples=0",
+                f"layout=precision=bf16,compile=true,graphs={graphs}",
+            ],
+        ).config
+        recipe = tmp_path / f"{graphs}.yaml"
+        recipe.write_text(dump_config(config))
+        runner = Runner(recipe)
+        runner.turn(4, 0)
+        peaks.append(runner.turn(1, 2)["peak_bytes"])
+        runner.close()
+    assert peaks[1] > 0.7 * peaks[0]
