@@ -172,6 +172,20 @@ def test_what_takes_minutes_to_start_comes_after_the_rest() -> None:
     assert {r.name for r in REMEDIES.values() if r.slow} == {"autotune", "tile search"}
 
 
+def test_fp8_waits_for_the_compiler() -> None:
+    step = Parts(step_s=0.1, device_kind="cuda")
+    llama = [*SETTINGS[3:], "model.name=llama", "model.args={size: 5m}", "data.source=synthetic"]
+    plain, compiled = (
+        load_config(None, [*llama, f"layout=precision=bf16,compile={c}"]).config
+        for c in ("false", "true")
+    )
+    waiting = Waiting([REMEDIES["fp8"], REMEDIES["compile"]])
+    assert [p.remedy.name for p in waiting.rank(step, plain)] == ["compile", "fp8"]
+    (only,) = waiting.rank(step, compiled)
+    assert only.remedy.name == "fp8"
+    assert only.gain > waiting.rank(step, plain)[0].gain
+
+
 def test_graphs_promise_something_on_every_compiled_step() -> None:
     graphs = REMEDIES["CUDA graphs"]
     config = load_config(None, [*SETTINGS, "layout=precision=bf16,compile=true"]).config
