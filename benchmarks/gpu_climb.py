@@ -4,12 +4,15 @@
     python benchmarks/gpu_climb.py --model 1.3b --part hand --states "fp8 tensors" --folder work
     python benchmarks/gpu_climb.py --model 1.3b --part text --folder work   # 300 steps, bf16 and fp8
     python benchmarks/gpu_climb.py --model 124m --part climb --budget 400 --folder work
+    python benchmarks/gpu_climb.py --model 124m --part again --folder work   # its kept states once more
     python benchmarks/gpu_climb.py --model 124m --part hand --states climbed --folder work
     python benchmarks/gpu_climb.py --model 124m --part hand climb text --device cpu --tiny
 
 `hand` lets every state and the hand-tuned loop, a process each, take turns on the device, one state after
 the other; the ratio is the median of the turns' ratios. `climb` begins with plain fp32 in eager mode and
-leaves its recipe in the folder, which `hand --states climbed` compares later. `text` trains on real text
+leaves its recipe in the folder, which `hand --states climbed` compares later. `again` goes up the same
+ladder in new processes, over the states that were kept alone, and says how far each factor is from those of
+all runs before: call it twice for three runs. `text` trains on real text
 (Python's standard library as bytes; 256 of the 32,768 tokens occur) in bf16 and in fp8 from the same
 weights on the same samples and compares the mean of the last tenth of the losses; each of them can be run
 alone, with `--states bf16` or the fp8 state's name, and is kept in the folder. Results are written to
@@ -35,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.climb_cases import BF16, CASES, GRID, Case, Hand, write_fields
 from benchmarks.table import print_table, spread, write_json
 
-PARTS = ("hand", "climb", "text")
+PARTS = ("hand", "climb", "again", "text")
 CHUNK = 50
 """Steps on text after which losses are written."""
 BEGUN = time.monotonic()
@@ -264,11 +267,69 @@ def run_text(case: Case, options: argparse.Namespace, results: Results) -> None:
     results.put(case.name, "text", {"losses": known, "ends": ends})
 
 
-def run_climb(case: Case, options: argparse.Namespace, results: Results) -> None:
-    """From plain fp32 eager, with nothing fused and nothing read ahead, as far as it goes."""
+def kept_remedies(ladder: dict[str, Any]) -> dict[str, Any]:
+    """The kept states of a ladder as remedies that come in the same order."""
+    from ridgeline.doctor.remedies.contract import Remedy
+
+    rungs = [rung for rung in ladder["rungs"][1:] if rung["kept"]]
+    return {
+        rung["name"]: Remedy(
+            rung["name"],
+            applies=lambda step, config: "it was kept before",
+            predicted_gain=lambda step, config, place=place: 100.0 - place,
+            change=lambda config, rung=rung: rung["overrides"],
+            risk="none",
+        )
+        for place, rung in enumerate(rungs)
+    }
+
+
+def show_runs(case: Case, ladders: list[dict[str, Any]]) -> None:
+    """Each kept state's factor over the state before it, run by run, and how far they are apart."""
+    names = [rung["name"] for rung in ladders[0]["rungs"][1:] if rung["kept"]]
+    factors = {
+        name: [
+            rung["gain"]
+            for ladder in ladders
+            for rung in ladder["rungs"]
+            if rung["name"] == name and rung["gain"]
+        ]
+        for name in names
+    }
+    if not names:
+        say(f"{case.name}: nothing was kept, so there is nothing to compare")
+        return
+    factors["all of them"] = [
+        [rung["times"] for rung in ladder["rungs"] if rung["kept"]][-1] for ladder in ladders
+    ]
+    rows = [
+        (
+            case.name,
+            name,
+            ", ".join(f"{factor:.3f}" for factor in found),
+            f"{(max(found) - min(found)) / 2 / statistics.median(found):.1%}",
+        )
+        for name, found in factors.items()
+    ]
+    print_table(("model", "state", "x before, run by run", "half range"), rows)
+
+
+def run_climb(
+    case: Case, options: argparse.Namespace, results: Results, again: bool = False
+) -> None:
+    """From plain fp32 eager, with nothing fused and nothing read ahead, as far as it goes; `again`: over
+    the states that a climb before has kept."""
     from ridgeline.doctor.climb import climb
+    from ridgeline.doctor.remedies.table import REMEDIES
     from ridgeline.doctor.states import Effort
 
+    first = options.folder / f"climb-{case.name}"
+    runs = sorted(first.glob("again-*/ladder.json"))
+    if again and not (first / "ladder.json").is_file():
+        say(f"{case.name}: no ladder in {first}; --part climb leaves one")
+        return
+    out = first / f"again-{len(runs) + 1}" if again else first
+    remedies = kept_remedies(json.loads((first / "ladder.json").read_text())) if again else REMEDIES
     layout = f"layout=precision=fp32,accumulate={case.plain_parts}"
     plain = ("tune.fused_optimizer=false", "data.prefetch=0", layout)
     left = options.limit - (time.monotonic() - BEGUN)
@@ -277,9 +338,12 @@ def run_climb(case: Case, options: argparse.Namespace, results: Results) -> None
         budget_s=min(options.budget, left), loss_bound=0.005,
     )  # fmt: skip
     config = configure(case, options, *plain)
-    out = options.folder / f"climb-{case.name}"
-    ladder = climb(config, out, effort=effort, say=say, cache=options.folder / "compiled")
-    results.put(case.name, "climb", dataclasses.asdict(ladder))
+    cache = options.folder / "compiled"
+    ladder = climb(config, out, remedies=remedies, effort=effort, say=say, cache=cache)
+    results.put(case.name, out.name if again else "climb", dataclasses.asdict(ladder))
+    if again:
+        every = [first / "ladder.json", *runs, out / "ladder.json"]
+        show_runs(case, [json.loads(path.read_text()) for path in every])
 
 
 def prepare(case: Case, options: argparse.Namespace) -> Case:
@@ -334,8 +398,8 @@ def main() -> None:
                 if part == "text" and case.unit != "tokens":
                     continue
                 say(f"{model}: {part}")
-                if part == "climb":
-                    run_climb(case, options, results)
+                if part in ("climb", "again"):
+                    run_climb(case, options, results, part == "again")
                 elif part == "text":
                     run_text(case, options, results)
                 else:
