@@ -88,8 +88,10 @@ CASES = {
             "bf16, regional": (*BEST_LM, "tune.weights=bf16", "tune.compile_mode=regional"),
             "fp8 tensors, regional": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional"),
-            "fp8 tensors, graphs": (
-                *FP8, "tune.fp8_scaling=tensor", "layout.graphs=true"),
+            "fp8 tensors, regional, tiles": (
+                *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional", "tune.search_tiles=true"),
+            "fp8 tensors, regional, stochastic": (
+                *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional", "tune.weights=stochastic"),
             "fp8 tensors, ends wide": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.fp8_keep_first=1", "tune.fp8_keep_last=2"),
             "fp8 tensors, stochastic": (
