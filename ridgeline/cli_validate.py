@@ -37,15 +37,19 @@ def validate(
     from ridgeline.plan.validate import changed, check_rows, summarize
 
     measured = load_rows(rows)
-    change, fitted_ids = None, set[str]()
+    change, chosen = None, list[dict[str, Any]]()
     if calibrate is not None:
         chosen = load_rows(calibrate)
         values = fit(chosen)
         change = changed(values)
-        fitted_ids = {str(row.get("id")) for row in chosen}
         typer.echo(f"factors fitted on {len(chosen)} rows: " + _show_values(values))
     everything = check_rows(measured, change)
-    checked = [c for c in everything if c.id not in fitted_ids]
+    fitted_ids = {str(row["id"]) for row in chosen if "id" in row}
+    checked = [
+        one
+        for row, one in zip(measured, everything, strict=True)
+        if one.id not in fitted_ids and row not in chosen
+    ]
     _show_summaries(summarize(checked))
     _show_skipped(checked)
     if out is not None:
@@ -67,20 +71,24 @@ def choose(
     from ridgeline.plan.rows import load_rows
     from ridgeline.plan.validate import choose_rows
 
-    given = load_rows(rows)
+    # As `validate` calls those without one.
+    given = [{"id": f"row-{index}", **row} for index, row in enumerate(load_rows(rows))]
     known = [row for row in given if only is None or row.get("set") == only]
     if only is not None and not known:
-        names = ", ".join(sorted({str(row.get("set")) for row in given}))
-        raise UsageError(f"no row of {rows} is of set {only!r}; its sets are {names}")
+        names = ", ".join(sorted({str(row.get("set")) for row in given})) or "none"
+        raise UsageError(f"no row of {rows} is of set {only!r}; its sets are: {names}")
     chosen, skipped = choose_rows(known, count)
     typer.echo(f"{len(chosen)} of {len(known)} runs, the most telling first:")
     for row in chosen:
-        typer.echo(f"  {row.get('id', '')}")
+        typer.echo(f"  {row['id']}")
     for reason, number in sorted(Counter(skipped).items()):
         typer.echo(f"left out: {number} ({reason})")
     if out is not None:
         _write(out, chosen)
-        typer.echo(f"measure them, and give {out} to ridgeline plan validate --calibrate")
+        typer.echo(
+            f"measure them, write their times into {out} (measured: {{iter_s: ...}}), and give it to "
+            "ridgeline plan validate --calibrate"
+        )
 
 
 def _write(out: Path, records: list[Any]) -> None:
@@ -114,6 +122,11 @@ def _show_skipped(checked: list[Checked]) -> None:
         typer.echo("\nskipped:")
     for (name, reason), count in sorted(reasons.items()):
         typer.echo(f"  {name}: {count} ({reason})")
+    only_predicted = Counter(c.set for c in checked if not c.skipped and not c.values["measured"])
+    if only_predicted:
+        typer.echo("\npredicted, and not measured:")
+    for name, count in sorted(only_predicted.items()):
+        typer.echo(f"  {name}: {count}")
     guesses = Counter((c.set, c.values["guessed"]) for c in checked if "guessed" in c.values)
     if guesses:
         typer.echo("\nsoftware that is not known:")

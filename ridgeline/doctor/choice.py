@@ -50,7 +50,9 @@ class Waiting:
 
     def __init__(self, remedies: Iterable[Remedy]) -> None:
         self._remedies = {remedy.name: remedy for remedy in remedies}
-        self._feeding = [remedy for remedy in self._remedies.values() if remedy.feeds]
+        self._feeding = {name: r for name, r in self._remedies.items() if r.feeds}
+        self._firsts: dict[str, Remedy] = {}
+        """Of each pair that waits, by its name, the remedy that was dropped by itself."""
 
     def rank(self, step: Step, config: RunConfig) -> list[Promise]:
         """Those that apply, the most promising first; after those that start soon the others, and last
@@ -60,24 +62,36 @@ class Waiting:
 
     def take(self, remedy: Remedy) -> None:
         del self._remedies[remedy.name]
+        self._firsts.pop(remedy.name, None)
 
-    def give_back(self, remedy: Remedy) -> None:
-        self._remedies[remedy.name] = remedy
+    def note_kept(self, remedy: Remedy) -> None:
+        """Where it feeds the device, what waited for that can show its gain by itself."""
+        if remedy.repeats:
+            self._remedies[remedy.name] = remedy
+        for pair, first in list(self._firsts.items()) if remedy.feeds else ():
+            self.take(self._remedies[pair])
+            self._remedies[first.name] = first
 
-    def add_pair(self, remedy: Remedy, rung: Rung, step: Parts, config: RunConfig) -> Remedy | None:
-        """Of a remedy that was dropped because its state waits for data, and what would feed that; None
-        where it was dropped for another reason, or nothing would."""
-        if rung.gain is None or rung.gain < NOT_SLOWER or rung.step_s is None or not rung.data_s:
+    def note_dropped(
+        self, remedy: Remedy, rung: Rung, step: Parts, config: RunConfig
+    ) -> Remedy | None:
+        """The pair of it and what would feed it, which waits from now on, where its state was held back
+        by data; None where it was dropped for another reason, or nothing would feed it."""
+        if rung.gain is None:
+            self._feeding.pop(remedy.name, None)
             return None
-        if remedy.feeds or rung.data_s - step.data_s < WAITS_MORE * rung.step_s:
+        if remedy.feeds or rung.gain < NOT_SLOWER or rung.step_s is None or not rung.data_share:
             return None
-        held_back = dataclasses.replace(step, step_s=rung.step_s, data_s=rung.data_s)
-        found = _promises(self._feeding, held_back, config)
+        if rung.data_share - step.data_s / step.step_s < WAITS_MORE:
+            return None
+        waits_s = rung.data_share * rung.step_s
+        held_back = dataclasses.replace(step, step_s=rung.step_s, data_s=waits_s)
+        found = _promises(self._feeding.values(), held_back, config)
         if not found:
             return None
         best = max(found, key=lambda promise: promise.gain)
         pair = _pair(remedy, best.remedy, rung.gain * best.gain, best.reason)
-        self._remedies[pair.name] = pair
+        self._remedies[pair.name], self._firsts[pair.name] = pair, remedy
         return pair
 
     def untried(
@@ -120,6 +134,8 @@ def _pair(first: Remedy, feeding: Remedy, gain: float, reason: str) -> Remedy:
         predicted_gain=lambda step, config: gain,
         change=lambda config: [*first.change(config), *feeding.change(config)],
         risk=first.risk,
+        slow=first.slow or feeding.slow,
+        feeds=True,  # which also says that it is no half of another pair
     )
 
 

@@ -292,9 +292,8 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
             return
         if rung.gain is not None:
             ascent.costs_s.append(ascent.spent_s - begun)
-        if candidate is None and waiting.add_pair(remedy, rung, step, config) is not None:
-            share = (rung.data_s or 0.0) / (rung.step_s or 1.0)
-            why = f"{rung.why}; {share:.0%} of its step waits for data"
+        if candidate is None and waiting.note_dropped(remedy, rung, step, config) is not None:
+            why = f"{rung.why}; {rung.data_share:.0%} of its step waits for data"
             rung = dataclasses.replace(rung, why=why)
         ascent.add(rung)
         if candidate is None:
@@ -303,8 +302,7 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
         ascent.overrides += changes
         before.close()
         step = carry(step, candidate.parts())
-        if remedy.repeats:
-            waiting.give_back(remedy)
+        waiting.note_kept(remedy)
 
 
 def _race_whole(ascent: _Ascent) -> None:
@@ -418,7 +416,7 @@ def _rung(
         tenth_step_s=state.tenth_step_s,
         turns_s=tuple(state.turns),
         spread=spread_of(state.turns),
-        data_s=state.parts().data_s if state.turns else None,
+        data_share=statistics.median(state.waits) if state.waits else None,
     )
 
 

@@ -57,8 +57,8 @@ class Rung:
     """Half the distance from the fastest of its turns to the slowest, as a share of the median."""
     before_s: float | None = None
     """Of the last kept state's turn beside the one of `step_s`; `gain` is this over that."""
-    data_s: float | None = None
-    """Of its last turn's step, in which it waited for data."""
+    data_share: float | None = None
+    """Of its step, in which it waited for data: the median of its turns."""
 
 
 @dataclass(frozen=True)

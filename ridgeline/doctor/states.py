@@ -100,6 +100,8 @@ class Candidate:
         self._cache = cache_of(folder, cache)
         self.losses: list[float] = []
         self.turns: list[float] = []
+        self.waits: list[float] = []
+        """Of each turn, the share of a step in which it waited for data."""
         self.peak_bytes = 0.0
         self.step_s = 0.0
         """Of the last steps that were timed; 0 before there were any."""
@@ -143,6 +145,8 @@ class Candidate:
     def turn(self) -> float:
         """Seconds a step of one turn, which is remembered."""
         self.turns.append(self.run(*self._effort.turn_of(self.step_s)))
+        parts = self.parts()
+        self.waits.append(parts.data_s / parts.step_s if parts.step_s else 0.0)
         return self.turns[-1]
 
     def _ask(self, untimed: int, timed: int) -> dict[str, Any]:

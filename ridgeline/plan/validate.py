@@ -97,9 +97,6 @@ def _check(read: ReadRow) -> Checked:
         if measured.out_of_memory:
             found["oom"] = True
             false_fit = bool(values["predicted_fits"])
-    if time_error is None and memory_error is None and not measured.out_of_memory:
-        reason = "nothing that is predicted was measured"
-        return Checked(read.id, read.set, {"id": read.id, "skipped": reason}, skipped=reason)
     values["measured"] = found
     if read.guessed:
         values["guessed"] = read.guessed
@@ -178,20 +175,32 @@ def calibrate(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def choose_rows(rows: Sequence[Row], count: int) -> tuple[list[Row], list[str]]:
-    """`count` rows to measure, the most telling first, and for each row that cannot be expressed why.
-    What was measured of them, if anything was, has no part in it."""
-    read, known, skipped = [], [], []
+    """`count` rows to measure, the most telling first, and for each that is left out why: what cannot be
+    expressed, and what would not fit (a row with a time has run, and did). Which time that is has no part
+    in it."""
+    if count > MAX_CALIBRATION_ROWS:
+        raise UsageError(
+            f"{count} runs are more than the {MAX_CALIBRATION_ROWS} that --calibrate takes; choose fewer"
+        )
+    jobs, known, skipped = [], [], []
     for index, row in enumerate(rows):
         try:
-            read.append(read_row(row, index).job)
-            known.append(row)
+            read = read_row(row, index)
+            memory = predict(read.job).memory
+            ran = measured_s(read) is not None or fits(read.job, memory)
+            if read.measured.out_of_memory or not ran:
+                raise Unreadable("it would not fit in the device's memory")
         except Unreadable as error:
             skipped.append(str(error))
+        except (ArithmeticError, ValueError, KeyError, AssertionError) as error:
+            skipped.append(f"its numbers do not go together ({error})")
+        else:
+            jobs.append(read.job)
+            known.append(row)
     if not known:
-        raise UsageError(
-            "none of the rows can be expressed as a job; ridgeline plan validate says why"
-        )
-    return [known[place] for place in most_telling(read, count)], skipped
+        why = f": {skipped[0]}" if skipped else ""
+        raise UsageError(f"none of {len(rows)} rows is a run that could be measured{why}")
+    return [known[place] for place in most_telling(jobs, count)], skipped
 
 
 def measured_s(read: ReadRow) -> float | None:

@@ -125,8 +125,8 @@ def test_what_leaves_the_device_waiting_is_tried_again_with_what_feeds_it() -> N
     step = Parts(step_s=0.100, data_s=0.0, device_kind="cuda")
     assert [promise.remedy.name for promise in waiting.rank(step, config)] == ["fast"]
     waiting.take(fast)
-    rung = Rung("fast", (), False, "", gain=1.05, step_s=0.095, data_s=0.035)
-    pair = waiting.add_pair(fast, rung, step, config)
+    rung = Rung("fast", (), False, "", gain=1.05, step_s=0.095, data_share=0.035 / 0.095)
+    pair = waiting.note_dropped(fast, rung, step, config)
     assert pair is not None
     assert pair.name == "fast, reading threads"
     assert pair.change(config)[0] == "layout.compile=true"
@@ -136,7 +136,7 @@ def test_what_leaves_the_device_waiting_is_tried_again_with_what_feeds_it() -> N
     assert promise.gain == pytest.approx(1.05 * amdahl(Parts(0.095), 0.9 * 0.035))
     # Where the kept state waits as long, the remedy's own gain was there to be seen.
     held = dataclasses.replace(step, data_s=0.035)
-    assert Waiting([threads]).add_pair(fast, rung, held, config) is None
+    assert Waiting([threads]).note_dropped(fast, rung, held, config) is None
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_what_leaves_the_device_waiting_is_tried_again_with_what_feeds_it() -> N
     [
         ({"gain": None}, "its losses were off"),
         ({"gain": 0.8}, "slower by itself"),
-        ({"data_s": 0.001}, "it waits for nothing"),
-        ({"data_s": None}, "it was never timed"),
+        ({"data_share": 0.01}, "it waits for nothing"),
+        ({"data_share": None}, "it was never timed"),
     ],
 )
 def test_what_was_dropped_for_other_reasons_is_not_tried_again(
@@ -155,10 +155,39 @@ def test_what_was_dropped_for_other_reasons_is_not_tried_again(
     fast = always("fast", 1.5, "layout.compile=true")
     waiting = Waiting([REMEDIES["reading threads"]])
     step = Parts(step_s=0.100, data_s=0.0, device_kind="cuda")
-    rung = Rung("fast", (), False, "", gain=1.05, step_s=0.095, data_s=0.035)
-    assert waiting.add_pair(fast, rung, step, config) is not None
+    rung = Rung("fast", (), False, "", gain=1.05, step_s=0.095, data_share=0.035 / 0.095)
+    assert waiting.note_dropped(fast, rung, step, config) is not None
     other = Waiting([REMEDIES["reading threads"]])
-    assert other.add_pair(fast, dataclasses.replace(rung, **changes), step, config) is None, why
+    assert other.note_dropped(fast, dataclasses.replace(rung, **changes), step, config) is None, why
+
+
+def test_a_pair_is_tried_once_and_falls_apart_where_the_device_is_fed() -> None:
+    config = load_config(None, SETTINGS).config
+    fast = dataclasses.replace(always("fast", 1.5, "layout.compile=true"), slow=True)
+    threads = dataclasses.replace(always("threads", 1.2, "data.threads=4"), feeds=True)
+    step = Parts(step_s=0.100, data_s=0.0, device_kind="cuda")
+    rung = Rung("fast", (), False, "", gain=1.0, step_s=0.1, data_share=0.4)
+    waiting = Waiting([fast, threads])
+    waiting.take(fast)
+    pair = waiting.note_dropped(fast, rung, step, config)
+    assert pair is not None
+    assert pair.slow
+    waiting.take(pair)
+    assert waiting.note_dropped(pair, rung, step, config) is None
+    assert [p.remedy.name for p in waiting.rank(step, config)] == ["threads"]
+
+    again = Waiting([fast, threads])
+    again.take(fast)
+    assert again.note_dropped(fast, rung, step, config) is not None
+    again.take(threads)
+    again.note_kept(threads)
+    assert [p.remedy.name for p in again.rank(step, config)] == ["fast"]
+
+    failed = Waiting([fast, threads])
+    failed.take(threads)
+    failed.note_dropped(threads, dataclasses.replace(rung, gain=None), step, config)
+    failed.take(fast)
+    assert failed.note_dropped(fast, rung, step, config) is None  # what failed feeds nothing
 
 
 def test_what_takes_minutes_to_start_comes_after_the_rest() -> None:

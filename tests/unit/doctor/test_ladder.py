@@ -62,6 +62,7 @@ class State:
         self.machine, self.config, self.name = machine, config, name
         self.losses: list[float] = []
         self.turns: list[float] = []
+        self.waits: list[float] = []
         self.peak_bytes, self.tenth_step_s = 2e9, None
         self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1}
         machine.open.append(name)
@@ -87,6 +88,8 @@ class State:
         self.machine.now += 1.0
         self.machine.pace *= DRIFT
         self.turns.append(self.step_s * self.machine.pace)
+        parts = self.parts()
+        self.waits.append(parts.data_s / parts.step_s)
         return self.turns[-1]
 
     def parts(self) -> Parts:
@@ -94,6 +97,25 @@ class State:
 
     def close(self, wait_s: float = 30.0) -> None:
         self.machine.open.remove(self.name)
+
+
+class Overlapping(State):
+    """Computes for 100 ms, 60 with clipping, while it reads for 100, with two threads for 10."""
+
+    @property
+    def reads_s(self) -> float:
+        return 0.010 if self.config.data.threads == 2 else 0.100
+
+    @property
+    def computes_s(self) -> float:
+        return 0.060 if self.config.train.clip else 0.100
+
+    @property
+    def step_s(self) -> float:
+        return max(self.computes_s, self.reads_s)
+
+    def parts(self) -> Parts:
+        return Parts(step_s=self.step_s, data_s=self.step_s - self.computes_s)
 
 
 def remedy(name: str, gain: float, *overrides: str, on: str = "") -> Remedy:
@@ -167,6 +189,36 @@ def test_throughput_and_factors_agree_while_the_machine_slows_down(
         "their own turns are up to",
     ):
         assert part in text
+
+
+def test_two_that_hide_each_other_are_found_together(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, the faster computing waits for data and the faster reading brings nothing."""
+    monkeypatch.setattr(
+        climb_file, "Candidate", lambda config, name, *_: Overlapping(machine, config, name)
+    )
+    threads = remedy("threads", 1.2, "data.threads=2")
+    threads = dataclasses.replace(
+        threads,
+        applies=lambda step, c: "it waits" if step.data_s and c.data.threads != 2 else None,
+        feeds=True,
+    )
+    clipping = remedy("clipping", 1.6, "train.clip=1.0")
+    useless = remedy("useless", 1.1, "train.lr=0.1")
+    remedies = {one.name: one for one in (threads, clipping, useless)}
+    config = load_config(None, SETTINGS).config
+    said: list[str] = []
+    ladder = climb(config, tmp_path, remedies=remedies, effort=EFFORT, say=said.append)
+    assert [(rung.name, rung.kept) for rung in ladder.rungs] == [
+        ("baseline", True),
+        ("clipping", False),
+        ("clipping, threads", True),
+        ("useless", False),
+    ]
+    assert "40% of its step waits for data" in ladder.rungs[1].why
+    assert ladder.rungs[2].gain == pytest.approx(1 / 0.6, rel=0.05)
+    assert ladder.overrides == ("train.clip=1.0", "data.threads=2")
 
 
 def test_a_race_that_contradicts_the_product_is_said_to(tmp_path: Path, machine: Machine) -> None:

@@ -248,7 +248,8 @@ def test_calibration_stays_in_bounds_helps_and_takes_few_rows(tmp_path: Path) ->
 def test_the_runs_worth_measuring_are_chosen_without_a_look_at_their_times(tmp_path: Path) -> None:
     every = [r for r in rows() if r["set"] == "vtrain_multi"]
     path, out = tmp_path / "runs.json", tmp_path / "chosen.json"
-    path.write_text(json.dumps([{**row, "measured": {}} for row in every]))
+    wrong = [{**row, "measured": {"iter_s": 1.0 + index}} for index, row in enumerate(every)]
+    path.write_text(json.dumps(wrong))
     done = call("choose", "--rows", str(path), "-n", "5", "--out", str(out))
     assert done.exit_code == 0, done.output
     assert f"5 of {len(every)} runs" in done.output
@@ -258,16 +259,59 @@ def test_the_runs_worth_measuring_are_chosen_without_a_look_at_their_times(tmp_p
     assert ids[:3] == [row["id"] for row in choose_rows(every, 3)[0]]
 
 
+def test_chosen_runs_lead_to_predictions_of_the_others(tmp_path: Path) -> None:
+    """Rows without names and without times: choose, measure those, and have the rest predicted."""
+    every = [{**r} for r in rows() if r["set"] == "vtrain_multi"][:12]
+    times = {f"row-{index}": row.pop("measured") for index, row in enumerate(every)}
+    for row in every:
+        del row["id"]
+    path, chosen, out = (tmp_path / name for name in ("runs.json", "chosen.json", "out.json"))
+    path.write_text(json.dumps(every))
+    done = call("choose", "--rows", str(path), "-n", "4", "--out", str(chosen))
+    assert done.exit_code == 0, done.output
+    picked = json.loads(chosen.read_text())
+    assert all(f"  {row['id']}\n" in done.output for row in picked)
+    chosen.write_text(json.dumps([{**row, "measured": times[row["id"]]} for row in picked]))
+    done = call(
+        "validate", "--rows", str(path), "--calibrate", str(chosen), "--out", str(out)
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "predicted, and not measured:\n  vtrain_multi: 8" in done.output
+    records = {record["id"]: record for record in json.loads(out.read_text())}
+    assert len(records) == 12
+    for name, record in records.items():
+        assert record["predicted_s"] == pytest.approx(times[name]["iter_s"], rel=0.6)
+        assert record["error_pct"] is None
+
+
+def test_runs_that_would_not_fit_are_not_chosen() -> None:
+    every = [r for r in rows() if r["set"] == "vtrain_multi"][:6]
+    large = copy.deepcopy(every[0])
+    large.update(id="large", measured={})
+    large["model"].update(layers=960)
+    wild = copy.deepcopy(every[0])
+    wild.update(id="wild")
+    wild["layout"].update(gpus=10**30, dp=10**30, global_batch=10**31)
+    chosen, skipped = choose_rows([large, wild, *every], 8)
+    assert {row["id"] for row in chosen} == {row["id"] for row in every}
+    assert len(skipped) == 2
+    assert "would not fit" in skipped[0]
+    with pytest.raises(UsageError, match="would not fit"):
+        choose_rows([large], 3)
+    with pytest.raises(UsageError, match="more than the 15"):
+        choose_rows(every, 16)
+
+
 def test_what_cannot_be_chosen_from_is_one_sentence(tmp_path: Path) -> None:
     done = call("choose", "--rows", str(ROWS), "--set", "nobody")
     assert isinstance(done.exception, UsageError)
-    assert "of set 'nobody'; its sets are" in str(done.exception)
+    assert "of set 'nobody'; its sets are:" in str(done.exception)
     assert "vtrain_multi" in str(done.exception)
     path = tmp_path / "runs.json"
     path.write_text(json.dumps([{"id": "a"}, {"id": "b"}]))
     done = call("choose", "--rows", str(path))
     assert isinstance(done.exception, UsageError)
-    assert "none of the rows can be expressed" in str(done.exception)
+    assert "none of 2 rows is a run that could be measured: " in str(done.exception)
     few = ("choose", "--rows", str(ROWS), "--set", "vtrain_multi", "-n", "1")
     done = call(*few, "--out", str(tmp_path / "nowhere" / "x"))
     assert isinstance(done.exception, RunError)
