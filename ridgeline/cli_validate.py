@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ import typer
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
+    from ridgeline.plan.rows import Row
     from ridgeline.plan.validate import Checked, Summary
 
 
@@ -37,7 +39,8 @@ def validate(
     from ridgeline.plan.validate import changed, check_rows, summarize
 
     measured = load_rows(rows)
-    change, chosen = None, list[dict[str, Any]]()
+    change = None
+    chosen: Sequence[Row] = ()
     if calibrate is not None:
         chosen = load_rows(calibrate)
         values = fit(chosen)
