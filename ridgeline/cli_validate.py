@@ -29,6 +29,10 @@ def validate(
             help="At most 15 rows to fit the machine's parameters on; they are not judged."
         ),
     ] = None,
+    write_machine: Annotated[
+        Path | None,
+        typer.Option(help="Write the machine as fitted to this YAML file, for plan --machine."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write one record a row to this JSON file.")
     ] = None,
@@ -36,9 +40,11 @@ def validate(
     """Predict rows that others measured, and print the errors by set."""
     from ridgeline.plan.rows import load_rows
     from ridgeline.plan.validate import calibrate as fit
-    from ridgeline.plan.validate import changed, check_rows, summarize
+    from ridgeline.plan.validate import changed, check_rows, fitted_machine, summarize
 
     measured = load_rows(rows)
+    if write_machine is not None and calibrate is None:
+        raise UsageError("--write-machine writes what --calibrate finds; give rows to fit on")
     change = None
     chosen: Sequence[Row] = ()
     if calibrate is not None:
@@ -46,6 +52,12 @@ def validate(
         values = fit(chosen)
         change = changed(values)
         typer.echo(f"factors fitted on {len(chosen)} rows: " + _show_values(values))
+        if write_machine is not None:
+            from ridgeline.plan.machine import machine_to_yaml
+
+            machine = fitted_machine(chosen, values)
+            text = machine_to_yaml(machine, f"Fitted on {len(chosen)} measured runs.")
+            _write(write_machine, text, "--write-machine")
     everything = check_rows(measured, change)
     fitted_ids = {str(row["id"]) for row in chosen if "id" in row}
     checked = [
@@ -56,7 +68,7 @@ def validate(
     _show_summaries(summarize(checked))
     _show_skipped(checked)
     if out is not None:
-        _write(out, [c.values for c in everything])
+        _write(out, _as_json([c.values for c in everything]))
         typer.echo(f"\n{len(everything)} records in {out}")
     if not checked:
         raise UsageError(f"{rows} of --rows has no row that was not used for fitting; give more")
@@ -87,19 +99,23 @@ def choose(
     for reason, number in sorted(Counter(skipped).items()):
         typer.echo(f"left out: {number} ({reason})")
     if out is not None:
-        _write(out, chosen)
+        _write(out, _as_json(chosen))
         typer.echo(
             f"measure them, write their times into {out} (measured: {{iter_s: ...}}), and give it to "
             "ridgeline plan validate --calibrate"
         )
 
 
-def _write(out: Path, records: list[Any]) -> None:
+def _as_json(records: Sequence[Any]) -> str:
+    return json.dumps(records, indent=1) + "\n"
+
+
+def _write(path: Path, text: str, option: str = "--out") -> None:
     try:
-        out.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(
-            f"cannot write {out} of --out ({error.strerror}); name another file"
+            f"cannot write {path} of {option} ({error.strerror}); name another file"
         ) from error
 
 

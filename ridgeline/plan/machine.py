@@ -166,6 +166,13 @@ def machine_from_dict(values: Mapping[str, Any]) -> Machine:
     )
 
 
+def machine_to_yaml(machine: Machine, comment: str) -> str:
+    """A profile in the form that `load_machine` reads; tables of what was measured are not a part of it."""
+    values = dataclasses.asdict(machine)
+    del values["tables"]
+    return f"# {comment}\n" + yaml.safe_dump(values, sort_keys=False, width=108)
+
+
 def _number(value: Any) -> Any:
     """YAML reads 1e9 as text."""
     if isinstance(value, str):

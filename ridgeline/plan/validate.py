@@ -7,20 +7,23 @@ worth measuring for that. The commands are `ridgeline plan validate` and `ridgel
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ridgeline.errors import UsageError
 from ridgeline.plan.calibrate import Change, changed, fit
 from ridgeline.plan.design import most_telling
+from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import GIB, fits, stage_memory
 from ridgeline.plan.predict import predict
 from ridgeline.plan.rows import ReadRow, Row, Unreadable, read_row
 
 __all__ = [
-    "calibrate", "changed", "check_row", "check_rows", "choose_rows", "measured_s", "summarize",
+    "calibrate", "changed", "check_row", "check_rows", "choose_rows", "fitted_machine", "measured_s",
+    "summarize",
 ]  # fmt: skip
 
 MAX_CALIBRATION_ROWS: Final = 15
@@ -172,6 +175,27 @@ def calibrate(rows: Sequence[Row]) -> dict[str, float]:
     if not jobs:
         raise UsageError("no row in --calibrate has a time that can be predicted; choose others")
     return fit(jobs, seconds)
+
+
+def fitted_machine(rows: Sequence[Row], values: Mapping[str, float]) -> Machine:
+    """The machine that the rows ran on, with the fitted values in it. What was found of their program is
+    no part of that."""
+    change = changed(values)
+    machines = set()
+    for index, row in enumerate(rows):
+        with contextlib.suppress(Unreadable):
+            machines.add(change(read_row(row, index).job).machine)
+    if len(machines) != 1:
+        names = ", ".join(sorted(machine.name for machine in machines))
+        raise UsageError(
+            f"the rows of --calibrate are of {len(machines)} machines ({names}, by their links or devices); "
+            "give those of one to write it as a profile"
+        )
+    (machine,) = machines
+    return machine.replace(
+        name=f"{machine.name}-fitted",
+        source={"fitted": f"on {len(rows)} measured runs, from {machine.name}", **machine.source},
+    )
 
 
 def choose_rows(rows: Sequence[Row], count: int) -> tuple[list[Row], list[str]]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from ridgeline.cli import app
 from ridgeline.errors import RunError, UsageError
 from ridgeline.plan.calibrate import FACTS, PARAMETERS
+from ridgeline.plan.machine import load_machine
 from ridgeline.plan.measured import load_measured
 from ridgeline.plan.rows import Unreadable, load_rows, read_row
 from ridgeline.plan.validate import calibrate, changed, check_row, check_rows, choose_rows
@@ -282,6 +283,27 @@ def test_chosen_runs_lead_to_predictions_of_the_others(tmp_path: Path) -> None:
     for name, record in records.items():
         assert record["predicted_s"] == pytest.approx(times[name]["iter_s"], rel=0.6)
         assert record["error_pct"] is None
+
+
+def test_a_fitted_machine_is_a_profile_to_plan_with(tmp_path: Path) -> None:
+    few, path = tmp_path / "few.json", tmp_path / "mine.yaml"
+    chosen = [r for r in rows() if r["set"] == "vtrain_multi"][:4]
+    few.write_text(json.dumps(chosen))
+    given = ("validate", "--rows", str(ROWS), "--write-machine", str(path))
+    done = call(*given, "--calibrate", str(few))
+    assert done.exit_code == 0, done.output
+    machine = load_machine(str(path))
+    fitted = changed(calibrate(chosen))(read_row(chosen[0]).job).machine
+    assert machine.name == f"{fitted.name}-fitted"
+    assert machine.replace(name=fitted.name, source=fitted.source) == fitted
+    shipped = read_row(chosen[0]).job.machine
+    assert machine.device.gemm_efficiency != shipped.device.gemm_efficiency
+    done = call("1.3b", "--machine", str(path), "--batch", "64", "--top", "1")
+    assert done.exit_code == 0, done.output
+    assert isinstance(call(*given).exception, UsageError)
+    mixed = [*chosen, next(r for r in rows() if r["set"] == "megatron_sc21_table1")]
+    few.write_text(json.dumps(mixed))
+    assert "are of 2 machines" in str(call(*given, "--calibrate", str(few)).exception)
 
 
 def test_runs_that_would_not_fit_are_not_chosen() -> None:
