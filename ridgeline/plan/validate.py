@@ -188,7 +188,7 @@ def fitted_machine(rows: Sequence[Row], values: Mapping[str, float]) -> Machine:
     if len(machines) != 1:
         names = ", ".join(sorted(machine.name for machine in machines))
         raise UsageError(
-            f"the rows of --calibrate are of {len(machines)} machines ({names}; some differ in their links); "
+            f"the rows of --calibrate are of {len(machines)} machines ({names}; with other links); "
             "give those of one to write it as a profile"
         )
     (machine,) = machines
