@@ -16,6 +16,7 @@ import argparse
 import io
 import json
 import shutil
+import signal
 import statistics
 import struct
 import subprocess
@@ -39,9 +40,23 @@ CONTENDER = Path(__file__).with_name("loader_contender.py")
 NUM_CLASSES = 100
 PACKED = [name for name in FORMATS if name != "folder"]
 THREADS = "tar, threads"
+NUM_OTHERS = 4
+"""Of the others write a copy of their own: LMDB by hand, WebDataset, litdata, streaming."""
 
 
 # The data
+
+
+def require_room(root: Path, options: argparse.Namespace) -> None:
+    """Everybody's copy has to fit: one that is cut short would only be left out of the race."""
+    sizes = {"images": 10_500 * options.images, "arrays": 1e9 * options.gigabytes}
+    needed = sum(sizes[kind] for kind in options.kinds) * (len(PACKED) + 1 + NUM_OTHERS)
+    free = shutil.disk_usage(root).free
+    if free < 1.1 * needed:
+        sys.exit(
+            f"{root} has {free / 1e9:.0f} GB free, all copies take about {needed / 1e9:.0f}; name another "
+            "folder with --where, or fewer --images and --gigabytes"
+        )
 
 
 def make_image(number: int) -> bytes:
@@ -292,7 +307,10 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     ahead = True
+    # Ended from outside it takes its copies with it, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        require_room(root, options)
         for kind in options.kinds:
             array_bytes = int(np.prod(ARRAY)) * 4
             num = options.images if kind == "images" else int(options.gigabytes * 1e9 / array_bytes)
