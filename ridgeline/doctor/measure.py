@@ -250,6 +250,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
         smallest_side=min(longest[0][-3:]) if longest is not None else 0,
         memory=_memory(watched, allocations, facts, device, taken.retry_s / count),
         roofline=roofline,
+        power=watched.power,
     )
     measured = replace(measured, ranks=_gather_ranks(measured))
     return Seen(measured, allocations.timeline)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ridgeline.machine.power import Power
 from ridgeline.machine.roofline import ComputeFacts, compute_from_dict
 
 MATRIX, ATTENTION, CONVOLUTION = "matrix", "attention", "convolution"
@@ -171,6 +172,8 @@ class Measured:
     memory: Memory | None = None
     ranks: tuple[RankTime, ...] = ()
     roofline: ComputeFacts | None = None
+    power: Power | None = None
+    """Of a GPU that says it, while steps were timed."""
     notes: tuple[str, ...] = ()
 
     def share(self, seconds: float) -> float:
@@ -200,6 +203,8 @@ def measured_from_dict(values: Mapping[str, Any]) -> Measured:
         kept[key] = tuple(kept.get(key, ()))
     if kept.get("memory") is not None:
         kept["memory"] = _rebuild(Memory, kept["memory"])
+    if kept.get("power") is not None:
+        kept["power"] = _rebuild(Power, kept["power"])
     if kept.get("roofline") is not None:
         kept["roofline"] = compute_from_dict(kept["roofline"])
     return Measured(**kept)

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ridgeline.doctor.sampler import Sampler, SyncWatch
 from ridgeline.doctor.trace import Trace
+from ridgeline.machine.power import Power, PowerWatch, open_gauge
 
 WARMUP = 4
 """Steps before the first that is timed: they compile, search for kernels and fill memory."""
@@ -48,6 +49,8 @@ class Watched:
     reserved_bytes: float = 0.0
     num_retries: float = 0.0
     trace_json: Path | None = None
+    power: Power | None = None
+    """While steps were timed."""
 
     @property
     def step_s(self) -> float:
@@ -110,6 +113,8 @@ class Probe:
         self._ends: list[int] = []
         """When each step was over, by the host's clock."""
         self._retries = 0
+        self._power = PowerWatch(open_gauge(device))
+        self._drawn: Power | None = None
 
     @property
     def num_done(self) -> int:
@@ -183,12 +188,14 @@ class Probe:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._retries = torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
         self._wait()
+        self._power.start()
         self._timing = True
         self._mark()
 
     def _begin_profile(self) -> None:
         self._timing = False
         self._wait()
+        self._drawn = self._power.stop()
         self._spans = _Stretch()
         self._profiler = profile(activities=self._profiler_kinds(), record_shapes=True)
         self._profiler.start()
@@ -232,6 +239,7 @@ class Probe:
 
     def close(self) -> None:
         """End what is under way; for a training that failed or ended too early."""
+        self._power.stop()
         self._close_syncs()
         if self._profiler is not None:
             self._profiler.stop()
@@ -263,6 +271,7 @@ class Probe:
             reading=self._sampler.reading.most_common(4),
             sync_places=self._syncs.places.most_common(8),
             trace_json=self._keep_trace,
+            power=self._drawn,
         )
         if self._cuda:
             stats = torch.cuda.memory_stats(self.device)

@@ -39,6 +39,12 @@ def show_verdict(
         lines.append(f"  communication that is hidden  {duration(measured.comm_hidden_s):>10}")
     if measured.tensor_core_share is not None:
         lines.append(f"  on tensor cores: {measured.tensor_core_share:.0%} of the products' time")
+    if measured.power is not None:
+        power = measured.power
+        lines.append(
+            f"  power: {power.watts:.0f} of {power.limit_watts:.0f} W, clock {power.clock_mhz:,.0f} of "
+            f"{power.max_clock_mhz:,.0f} MHz"
+        )
     lines += _memory(measured)
     lines += _predicted(compared)
     lines += [

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.doctor.clock import CAPPED, HOT, clock_evidence
 from ridgeline.doctor.measured import (
     ATTENTION,
     CONVOLUTION,
@@ -144,6 +145,9 @@ def _known(measured: Measured, first: Finding) -> str:
         reached = reached_share(measured)
         of = f" at {reached:.0%} of what the device reaches" if reached is not None else ""
         why = "" if first.cause == "arithmetic" else f": {first.cause}"
+        power = measured.power
+        if power is not None and power.capped > CAPPED:
+            of += f", at its power limit ({power.clock_mhz:,.0f} of {power.max_clock_mhz:,.0f} MHz)"
         return f"compute-bound{of}: {first.share:.0%} of the step is {first.within}{why}"
     return f"held back by {first.limit}: {first.share:.0%} of the step is {first.cause}{where}"
 
@@ -277,7 +281,7 @@ def _kernels(m: Measured) -> list[Finding]:
         )
     top = max(free, key=lambda row: row.seconds, default=ClassTime(MATRIX, 0.0))
     share = m.share(sum(row.seconds for row in free))
-    cause, evidence = "arithmetic", list(_rates(m, free))
+    cause, evidence = "arithmetic", [*_rates(m, free), *clock_evidence(m)]
     if misses and m.tensor_core_share is not None:
         cause = "products that miss the tensor cores"
         evidence.insert(0, f"{m.tensor_core_share:.0%} of their time is on tensor cores")
@@ -289,6 +293,8 @@ def _kernels(m: Measured) -> list[Finding]:
     elif m.odd_share > ODD:
         cause = "odd dimensions"
         evidence += m.odd[:4]
+    elif m.power is not None and m.power.hot > HOT:
+        cause = "a device that is too hot"
     found.append(Finding(COMPUTE, share, cause, top.name, tuple(evidence)))
     return found
 

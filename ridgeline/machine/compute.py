@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ridgeline.errors import UsageError
 from ridgeline.machine.describe import _cpu_name
-from ridgeline.machine.roofline import ITEM_BYTES, PRECISIONS, ComputeFacts, Product
+from ridgeline.machine.power import PowerWatch, open_gauge
+from ridgeline.machine.roofline import ITEM_BYTES, PRECISIONS, ComputeFacts, Product, Sustained
 
 Tell = Callable[[str, float], None]
 Work = Callable[[], object]
@@ -36,6 +37,8 @@ _DTYPES = {
 _MIN_TIMED_S = {"cuda": 2e-3, "cpu": 1e-3}
 """A timing repeats a short piece of work until it is at least this long."""
 _TINY_LAUNCHES = 400
+SUSTAINED = ("tf32", "bf16", "fp16", "fp8")
+"""What is worth to be sustained: the precisions that people train in on tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Amounts:
     link_bytes: int
     longest_s: float = 1.0
     """A case that takes longer is left out after its first time."""
+    sustained_s: float = 0.0
+    """How long the best product of a precision goes on; 0: not at all."""
 
 
 def _squares(*sizes: int) -> tuple[Shape, ...]:
@@ -115,7 +120,7 @@ _QUICK_GPU_SHAPES = (*_squares(1024, 4096, 8192), Shape("convolution", (64, 256,
 _QUICK_CPU_SHAPES = (*_squares(128, 256), Shape("convolution", (2, 16, 28, 16, 3)))
 
 AMOUNTS = {
-    ("cuda", False): Amounts(_GPU_SHAPES, 7, 1 << 30, 1 << 28),
+    ("cuda", False): Amounts(_GPU_SHAPES, 7, 1 << 30, 1 << 28, sustained_s=2.0),
     ("cuda", True): Amounts(_QUICK_GPU_SHAPES, 3, 1 << 28, 1 << 26),
     ("cpu", False): Amounts(_CPU_SHAPES, 7, 1 << 27, 1 << 25, 0.25),
     ("cpu", True): Amounts(_QUICK_CPU_SHAPES, 3, 1 << 25, 1 << 24, 0.05),
@@ -134,6 +139,8 @@ def measure_compute(
     began = time.perf_counter()
     amounts = AMOUNTS[(device.type, quick)]
     products, notes = measure_products(device, amounts, PRECISIONS, tell)
+    tell("products that go on", 0.7)
+    sustained = measure_sustained(device, products, amounts.sustained_s)
     tell("memory", 0.85)
     copy, triad = _memory(device, amounts)
     tell("host link", 0.92)
@@ -152,6 +159,7 @@ def measure_compute(
         **_size(device),
         peak_flops=peaks,
         products=tuple(products),
+        sustained=sustained,
         copy_bytes_per_s=copy,
         triad_bytes_per_s=triad,
         launch_s=launch,
@@ -209,8 +217,36 @@ def measure_products(
                 if number not in counts:
                     counts[number] = _enough(work, device)
                 times[number].append(time_many(work, counts[number], device))
-        tell("products", 0.1 + 0.75 * (turn + 1) / amounts.repeats)
+        tell("products", 0.1 + 0.6 * (turn + 1) / amounts.repeats)
     return [_product(c[0], c[1], times[i]) for i, c in enumerate(cases)], notes
+
+
+def measure_sustained(
+    device: torch.device, products: Sequence[Product], seconds: float
+) -> dict[str, Sustained]:
+    """The best matrix product of each narrow precision for so long; the second half of it counts, when
+    the clock has settled."""
+    gauge = open_gauge(device) if seconds else None
+    found: dict[str, Sustained] = {}
+    for precision in SUSTAINED if gauge is not None else ():
+        rows = [p for p in products if p.precision == precision and p.kind == "matrix"]
+        if not rows:
+            continue
+        best = max(rows, key=lambda p: p.flops_per_s)
+        work, _ = _build(Shape(best.kind, best.shape), precision, device)
+        assert work is not None
+        count = max(1, round(seconds / 2 / best.seconds))
+        with _mode(precision, device):
+            time_many(work, count, device)
+            watch = PowerWatch(gauge)
+            watch.start()
+            spent_s = time_many(work, count, device)
+        drawn = watch.stop()
+        if drawn is not None:
+            found[precision] = Sustained(
+                best.flops / spent_s, drawn.watts, drawn.clock_mhz, best.shape
+            )
+    return found
 
 
 def _product(shape: Shape, precision: str, times: list[float]) -> Product:

@@ -62,6 +62,16 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Sustained:
+    """What the best product gives when it goes on for seconds, so that power and heat have their say."""
+
+    flops_per_s: float
+    watts: float
+    clock_mhz: float
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ComputeFacts:
     """One device, measured. Rates are None where there is nothing to measure."""
 
@@ -78,6 +88,8 @@ class ComputeFacts:
     peak_flops: dict[str, float] = field(default_factory=dict)
     """The best over the shapes, per precision."""
     products: tuple[Product, ...] = ()
+    sustained: dict[str, Sustained] = field(default_factory=dict)
+    """Per precision, of a GPU that says what it draws."""
     copy_bytes_per_s: float | None = None
     """Read and written bytes of a copy on the device."""
     triad_bytes_per_s: float | None = None
@@ -122,6 +134,10 @@ def compute_from_dict(values: Mapping[str, Any]) -> ComputeFacts:
     names = {f.name for f in dataclasses.fields(Product)}
     rows = [{k: v for k, v in row.items() if k in names} for row in kept.get("products", ())]
     kept["products"] = tuple(Product(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+    kept["sustained"] = {
+        name: Sustained(**{**row, "shape": tuple(row["shape"])})
+        for name, row in kept.get("sustained", {}).items()
+    }
     kept["notes"] = tuple(kept.get("notes", ()))
     return ComputeFacts(**kept)
 

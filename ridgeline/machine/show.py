@@ -52,6 +52,10 @@ def show_compute(facts: ComputeFacts, lines: Sequence[str], console: Console | N
         cells = [found.get((name, precision)) for precision in precisions]
         table.add_row(name, *("-" if p is None else amount(p.flops_per_s, "") for p in cells))
     table.add_row("best", *(amount(facts.peak_flops[p], "") for p in precisions), style="bold")
+    if facts.sustained:
+        on = [facts.sustained.get(p) for p in precisions]
+        words = [f"{amount(s.flops_per_s, '')}, {s.watts:.0f} W" if s else "-" for s in on]
+        table.add_row("best, for a second and more", *words)
     ridges = [facts.ridge(p) for p in precisions]
     table.add_row("ridge, FLOPs a byte", *("-" if r is None else f"{r:.3g}" for r in ridges))
     console.print(table)

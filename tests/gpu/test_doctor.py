@@ -14,6 +14,7 @@ from ridgeline.doctor.shapes import Used, sweep_model
 from ridgeline.doctor.verdict import judge
 from ridgeline.launch.env import read_rank_env
 from ridgeline.machine.compute import measure_compute
+from ridgeline.machine.power import open_gauge
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,17 @@ def test_rates_of_the_device() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_products_that_go_on_are_held_down_by_power() -> None:
+    device = torch.device("cuda")
+    if open_gauge(device) is None:
+        pytest.skip("this device does not tell its power")
+    facts = measure_compute(device)
+    bf16 = facts.sustained["bf16"]
+    assert 0.3 * facts.peak_flops["bf16"] < bf16.flops_per_s < 1.1 * facts.peak_flops["bf16"]
+    assert bf16.watts > 100
+    assert 200 < bf16.clock_mhz < 5000
+
+
 def test_an_odd_vocabulary_is_slower_than_a_padded_one() -> None:
     used = Used("matrix", (8192, 50257, 768), 1)
     (row,) = sweep_model([used], torch.device("cuda"), "bf16", vocabulary=50257)
@@ -48,8 +60,12 @@ def test_a_recipe_is_taken_apart() -> None:
     config = load_config(
         find_recipe("llama-text"), ["model.args.size=5m", "train.batch=64", "layout=precision=bf16"]
     ).config
-    seen = measure(config, read_rank_env({}), Options(steps=12))
+    seen = measure(config, read_rank_env({}), Options(steps=60))
     measured = seen.measured
+    if open_gauge(torch.device("cuda")) is not None and measured.step_s > 0.01:
+        assert measured.power is not None
+        assert 0 < measured.power.watts < 1.2 * measured.power.limit_watts
+        assert 0 < measured.power.clock_mhz <= measured.power.max_clock_mhz
     parts = measured.data_s + measured.h2d_s + measured.compute_s + measured.comm_exposed_s
     parts += measured.host_s + measured.launch_s + measured.other_s
     assert parts == pytest.approx(measured.step_s, rel=1e-6)

@@ -25,7 +25,8 @@ from ridgeline.doctor.measured import (
 from ridgeline.doctor.pictures import draw_memory, draw_step, sort_lives, write_pictures
 from ridgeline.doctor.show import show_verdict
 from ridgeline.doctor.verdict import find_slow_rank, judge, reached_share
-from ridgeline.machine.roofline import ComputeFacts
+from ridgeline.machine.power import Power
+from ridgeline.machine.roofline import ComputeFacts, Sustained
 
 GPU = ComputeFacts(
     host="n",
@@ -64,6 +65,28 @@ def test_arithmetic_near_the_peak_is_a_fine_verdict() -> None:
     assert (verdict.limit, verdict.cause, verdict.within) == ("compute", "arithmetic", MATRIX)
     assert reached_share(BASE) == pytest.approx(700 / 800)
     assert verdict.sentence.startswith("compute-bound at 88% of what the device reaches")
+
+
+def test_a_clock_that_power_holds_down_is_said() -> None:
+    power = Power(690.0, 700.0, 1520.0, 1980.0, capped=0.97, hot=0.0, seconds=2.0)
+    sustained = {"bf16": Sustained(670e12, 691.0, 1505.0, (8192, 8192, 8192))}
+    capped = replace(BASE, power=power, roofline=replace(GPU, sustained=sustained))
+    verdict = judge(capped)
+    assert "at its power limit (1,520 of 1,980 MHz)" in verdict.sentence
+    assert any("690 of 700 W" in line and "69 J a step" in line for line in verdict.evidence)
+    assert any("670 TFLOP/s at 691 W; these reach 700 TFLOP/s" in line for line in verdict.evidence)
+    assert "power: 690 of 700 W" in show_verdict(capped, verdict, ())
+    free = judge(replace(BASE, power=replace(power, capped=0.2)))
+    assert "power" not in free.sentence
+    assert not any(" W " in line for line in free.evidence)
+
+
+def test_a_device_that_is_not_cooled_is_the_cause() -> None:
+    power = Power(400.0, 700.0, 1100.0, 1980.0, capped=0.0, hot=0.6, seconds=2.0)
+    verdict = judge(replace(BASE, power=power))
+    assert verdict.cause == "a device that is too hot"
+    assert "a device that is too hot" in verdict.sentence
+    assert any("temperature holds the clock down for 60%" in line for line in verdict.evidence)
 
 
 def test_a_step_that_is_mostly_unexplained_is_said_to_be() -> None:
@@ -181,6 +204,8 @@ def test_measurements_survive_json() -> None:
         stalls=(Stall("a.py:1 (f)", 0.01),),
         missed=(Missed((1, 2, 3), 0.1, "why", ("w",)),),
         ranks=(RankTime(0, 0.1, 0.0, 0.0),),
+        power=Power(690.0, 700.0, 1520.0, 1980.0, 0.9, 0.0, 2.0),
+        roofline=replace(GPU, sustained={"bf16": Sustained(670e12, 691.0, 1505.0, (8, 8, 8))}),
     )
     values = json.loads(json.dumps(full.to_dict()))
     assert measured_from_dict({**values, "newer": 1}) == full
