@@ -1,4 +1,4 @@
-"""What a GPU draws, from a gauge that plays one: averages, its energy counter, and where nothing is known."""
+"""What a GPU draws, from a gauge that plays one: averages, its counter of energy, and no gauge at all."""
 
 from __future__ import annotations
 
