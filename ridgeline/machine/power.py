@@ -123,7 +123,8 @@ class PowerWatch:
         self._readings: list[Reading] = []
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
-        self._begun, self._joules = 0.0, None
+        self._begun = 0.0
+        self._joules: float | None = None
 
     def start(self) -> None:
         if self._gauge is None or self._thread is not None:
