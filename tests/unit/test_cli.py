@@ -54,6 +54,12 @@ def test_version(command) -> None:
     assert command("version").out == f"{__version__}\n"
 
 
+def test_the_package_runs_as_a_module() -> None:
+    called = [sys.executable, "-m", "ridgeline", "--version"]
+    found = subprocess.run(called, capture_output=True, text=True, check=True)
+    assert __version__ in found.stdout
+
+
 def test_recipes_are_listed_with_what_they_are(command) -> None:
     outcome = command("recipes")
     assert outcome.code == 0
