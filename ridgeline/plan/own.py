@@ -26,12 +26,12 @@ MIXED: Final = 1.6
 """The same for sums of a float32 and a 16-bit tensor."""
 FORWARD_KERNELS: Final = 45
 BACKWARD_KERNELS: Final = 85
-DTENSOR: Final = 8.9
+DTENSOR: Final = 7.4
 """Host time of a kernel under tensor and context parallelism, where every function dispatches on global
 shapes; read off runs with `tp`, and taken to be the same with `cp`, which goes the same way."""
-FULL_KERNELS: Final = 2.6
+FULL_KERNELS: Final = 2.4
 """Host time of a layer's recomputation compared with its forward."""
-SELECTIVE_KERNELS: Final = 7.0
+SELECTIVE_KERNELS: Final = 5.5
 """The same for selective recompute, which looks at every operation."""
 
 

@@ -55,9 +55,9 @@ def test_version(command) -> None:
 
 
 def test_the_package_runs_as_a_module() -> None:
-    called = [sys.executable, "-m", "ridgeline", "--version"]
+    called = [sys.executable, "-m", "ridgeline", "version"]
     found = subprocess.run(called, capture_output=True, text=True, check=True)
-    assert __version__ in found.stdout
+    assert found.stdout == f"{__version__}\n"
 
 
 def test_recipes_are_listed_with_what_they_are(command) -> None:
