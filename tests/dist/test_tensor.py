@@ -239,6 +239,44 @@ def stranger() -> tuple[nn.Module, str, Tensor, Tensor]:
     return Stranger(), "classify", inputs, torch.randint(0, 5, (3,))
 
 
+class _Tripled(torch.autograd.Function):
+    """A function of the user's own, whose gradient is not what torch would derive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3.0
+
+
+class Watched(nn.Module):
+    """Looks at gradients on their way: hooks on activations and on a module, a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 48)
+        self.down = nn.Linear(48, 24)
+        self.out = nn.Linear(24, 5)
+        self.down.register_full_backward_hook(lambda module, gave, took: (gave[0] * 0.5,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        both = h * 2.0  # a use before the hook is there
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 1.25)
+        x = x + self.down(both + h)
+        x.register_hook(lambda grad: None) if x.requires_grad else None
+        x = _Tripled.apply(x)
+        return self.out(x * x).mean(1)
+
+
+def watched() -> tuple[nn.Module, str, Tensor, Tensor]:
+    inputs = torch.randn(3, 7, 24, dtype=torch.float64)
+    return Watched(), "classify", inputs, torch.randint(0, 5, (3,))
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, str, Tensor, Tensor]]] = {
     "llama": llama,
     "llama_grouped": functools.partial(llama, kv_heads=2),
@@ -257,6 +295,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, str, Tensor, Tensor]]] = {
     "fused_vit": fused_vit,
     "fused_vit_3_heads": functools.partial(fused_vit, 3),
     "stranger": stranger,
+    "watched": watched,
 }
 
 
@@ -334,7 +373,7 @@ def test_same_as_one_process(ranks: Any, name: str, tp: int) -> None:
     check(ranks(tp, compare, name, 1, tp, False, True))
 
 
-@pytest.mark.parametrize("name", ["llama_grouped", "bert", "hf_gpt2", "vit_cls", "stranger", "flattened"])
+@pytest.mark.parametrize("name", ["llama_grouped", "bert", "hf_gpt2", "vit_cls", "stranger", "watched", "flattened"])
 def test_same_with_a_context_axis(ranks: Any, name: str) -> None:
     """Gradients are complete over tp and sum to the right ones over cp."""
     check(ranks(4, compare, name, 2, 2, False, True))
@@ -760,6 +799,32 @@ def test_autocast(ranks: Any) -> None:
 
 
 # The plan
+
+
+def retained(tp: int) -> float:
+    """Of an activation's gradient that the model keeps, how far it is from one process's."""
+
+    class Keeps(Watched):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = torch.tanh(self.up(x))
+            if self.seen.requires_grad:
+                self.seen.retain_grad()
+            return self.out(self.down(self.seen)).mean(1)
+
+    torch.manual_seed(3)
+    model, inputs = Keeps().double(), torch.randn(3, 7, 24, dtype=torch.float64)
+    targets = torch.randint(0, 5, (3,))
+    alone = Objective(copy.deepcopy(model), TASKS["classify"].loss)
+    alone(inputs, targets).backward()
+    plan = plan_tensor(Objective(model, TASKS["classify"].loss), tp, (inputs, targets))
+    objective = Objective(model, TASKS["classify"].loss)
+    apply_tensor(objective, mesh(1, tp), False, plan)
+    objective(inputs, targets).backward()
+    return relative(model.seen.grad.full_tensor(), alone.model.seen.grad)
+
+
+def test_a_kept_gradient_is_that_of_one_process(ranks: Any) -> None:
+    assert max(ranks(2, retained, 2)) <= BOUND
 
 
 class Tied(nn.Module):

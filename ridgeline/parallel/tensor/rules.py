@@ -11,14 +11,16 @@ its arguments whole, in `view.py`. Called by `view.py` and `layers.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ridgeline.parallel.tensor.move import enter
+from ridgeline.parallel.tensor.move import Placements, enter
+from ridgeline.parallel.tensor.runs import Runs
 
 if TYPE_CHECKING:
     from ridgeline.parallel.tensor.view import GlobalView
@@ -42,96 +44,151 @@ def run_labels(
 
     `sizes` gives the length of labels in the results that are not those of the arguments.
     """
+    cuts = tuple(_cut_of(view, tensor) for tensor in tensors)
+    given = tuple(sizes.items()) if sizes else ()
+    chosen = arrange(
+        view.mesh.ndim,
+        cuts,
+        tuple(labels),
+        tuple(results),
+        frozenset(frozen),
+        frozenset(summed),
+        given,
+    )
+    locals_ = [
+        view.local(tensor, *how) for tensor, how in zip(tensors, chosen.arguments, strict=True)
+    ]
+    outcome = function(*locals_)
+    several = isinstance(outcome, (tuple, list))
+    if not several and not isinstance(outcome, Tensor):
+        return outcome
+    made = []
+    for local, how in zip(outcome if several else [outcome], chosen.results, strict=True):
+        places, shape, runs = how
+        made.append(view.settle(view.mark_runs(enter(local, view.mesh, places, shape), runs)))
+    return type(outcome)(made) if several else made[0]
+
+
+Cut = tuple[torch.Size, Placements | None, Runs]
+"""A tensor's shape, its placements (None: plain, and so whole), and the runs of its cuts."""
+
+
+def _cut_of(view: GlobalView, tensor: Tensor) -> Cut:
+    places = tensor.placements if isinstance(tensor, DTensor) else None
+    return tensor.shape, places, view.runs(tensor)
+
+
+class Arranged(NamedTuple):
+    """What a function's arguments have to be, and what its results are."""
+
+    arguments: tuple[tuple[Placements, Placements, Runs], ...]
+    """Placements, those of gradients, and runs."""
+    results: tuple[tuple[Placements, torch.Size, Runs], ...]
+
+
+@lru_cache(maxsize=16384)
+def arrange(
+    num_axes: int,
+    cuts: tuple[Cut, ...],
+    labels: tuple[Labels, ...],
+    results: tuple[Labels, ...],
+    frozen: frozenset[Any],
+    summed: frozenset[Any],
+    sizes: tuple[tuple[Any, int], ...],
+) -> Arranged:
+    """From labels to placements; remembered, because every layer and step asks the same."""
     lengths: dict[Any, int] = {}
-    for tensor, names in zip(tensors, labels, strict=True):
-        for name, length in zip(names, tensor.shape, strict=True):
+    for (shape, _, _), names in zip(cuts, labels, strict=True):
+        for name, length in zip(names, shape, strict=True):
             lengths[name] = (
                 max(lengths.get(name, 0), length) if length != 1 else (lengths.get(name, 1))
             )
     free = {name for name in lengths if name not in frozen and lengths[name] > 1}
-    chosen, runs = _choose(view, tensors, labels, results, free, set(summed))
-    locals_ = []
-    for tensor, names in zip(tensors, labels, strict=True):
+    chosen, runs = _choose(num_axes, cuts, labels, results, free, summed)
+    arguments = []
+    for (shape, _, _), names in zip(cuts, labels, strict=True):
         places: list[Placement] = []
         grads: list[Placement] = []
         own = []
         for name, num in zip(chosen, runs, strict=True):
             at = names.index(name) if name is not None and name in names else None
-            cut = at is not None and tensor.shape[at] == lengths[name]
+            cut = at is not None and shape[at] == lengths[name]
             place = Shard(at) if cut and at is not None else Replicate()
             places.append(place)
             grads.append(Partial() if name is not None and not cut else place)
             own.append(num if cut else 1)
-        locals_.append(view.local(tensor, tuple(places), tuple(grads), tuple(own)))
-    outcome = function(*locals_)
-    several = isinstance(outcome, (tuple, list))
-    if not several and not isinstance(outcome, Tensor):
-        return outcome
-    lengths |= sizes or {}
+        arguments.append((tuple(places), tuple(grads), tuple(own)))
+    lengths |= dict(sizes)
     made = []
-    for local, names in zip(outcome if several else [outcome], results, strict=True):
-        places = [
+    for names in results:
+        after: Placements = tuple(
             Replicate()
             if name is None
             else Shard(names.index(name))
             if name in names
             else Partial()
             for name in chosen
-        ]
-        shape = [lengths[name] for name in names]
-        result = enter(local, view.mesh, tuple(places), shape)
-        left = (num if p.is_shard() else 1 for p, num in zip(places, runs, strict=True))
-        made.append(view.settle(view.mark_runs(result, tuple(left))))
-    return type(outcome)(made) if several else made[0]
+        )
+        left = tuple(num if p.is_shard() else 1 for p, num in zip(after, runs, strict=True))
+        made.append((after, torch.Size(lengths[name] for name in names), left))
+    return Arranged(tuple(arguments), tuple(made))
 
 
 def _choose(
-    view: GlobalView,
-    tensors: Sequence[Tensor],
+    num_axes: int,
+    cuts: Sequence[Cut],
     labels: Sequence[Labels],
     results: Sequence[Labels],
     free: set[Any],
-    summed: set[Any],
+    summed: Collection[Any],
 ) -> tuple[list[Any], list[int]]:
     """For each mesh axis the label that is cut over it, or None, and of how many runs it is: what
     the largest argument has."""
-    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].numel())
+    order = sorted(range(len(cuts)), key=lambda i: -cuts[i][0].numel())
     chosen: list[Any] = []
     runs: list[int] = []
-    for axis in range(view.mesh.ndim):
+    for axis in range(num_axes):
         label, num = None, 1
         for i in order:
-            tensor = tensors[i]
-            place = tensor.placements[axis] if isinstance(tensor, DTensor) else None
+            _, places, own = cuts[i]
+            place = places[axis] if places is not None else None
             if not isinstance(place, Shard):
                 continue
             name = labels[i][place.dim]
             kept = name in summed or all(name in names for names in results)
-            have = view.runs(tensor)[axis]
             others = zip(chosen, runs, strict=True)
-            if name in free and kept and all(have == n for other, n in others if other == name):
-                label, num = name, have
+            if name in free and kept and all(own[axis] == n for o, n in others if o == name):
+                label, num = name, own[axis]
                 break
         chosen.append(label)
         runs.append(num)
     return chosen, runs
 
 
+@lru_cache(maxsize=64)
 def aligned(dim: int) -> Labels:
     """Labels that line up from the right, as broadcasting does."""
     return tuple(range(-dim, 0))
 
 
+@lru_cache(maxsize=4096)
+def _broadcast(*shapes: torch.Size) -> torch.Size:
+    return torch.broadcast_shapes(*shapes)
+
+
 def elementwise(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Any function that works element by element with broadcasting, whatever its other arguments."""
-    leaves, spec = tree_flatten((args, kwargs))
+    nested = kwargs or any(isinstance(arg, (tuple, list, dict)) for arg in args)
+    leaves, spec = tree_flatten((args, kwargs)) if nested else (list(args), None)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[i] for i in places]
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    shape = _broadcast(*(t.shape for t in tensors))
 
     def call(*local: Tensor) -> Any:
         for i, tensor in zip(places, local, strict=True):
             leaves[i] = tensor
+        if spec is None:
+            return func(*leaves)
         new_args, new_kwargs = tree_unflatten(leaves, spec)
         return func(*new_args, **new_kwargs)
 
