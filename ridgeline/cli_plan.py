@@ -109,7 +109,7 @@ def best(
     """The best layouts of a model on a machine."""
     from ridgeline.plan.machine import load_machine
     from ridgeline.plan.search import ORDERS, search
-    from ridgeline.plan.show import show_best, show_why
+    from ridgeline.plan.show import show_best, show_programs, show_why
 
     if by not in ORDERS:
         raise UsageError(f"--by {by} is none of {', '.join(ORDERS)}")
@@ -122,6 +122,8 @@ def best(
             typer.echo(f"assumed of {place.name}: {place.source['assumed']}", err=True)
     else:
         place = load_machine(machine)
+    for line in show_programs(place):
+        typer.echo(line, err=True)
     place = place.replace(price_per_device_hour=price)
     place = _changed(place, what_if or [])
     batch = batch or own_batch
@@ -259,7 +261,7 @@ def _explain(
     from ridgeline.plan.predict import predict
     from ridgeline.plan.search import Planned
     from ridgeline.plan.show import explain
-    from ridgeline.plan.software import RIDGELINE
+    from ridgeline.plan.software import own_program
 
     layout = Layout.parse_for(text, devices, "--explain")
     require_layout(layout, "--explain")
@@ -276,7 +278,8 @@ def _explain(
             f"{layout.pp * layout.virtual} stages of {text!r} in --explain are more than the "
             f"{most} layers of {model.name}; use pp={most} or less"
         )
-    job = replace(kind.arrange(model, machine, layout, batch, RIDGELINE), sample_bytes=sample_bytes)
+    job = kind.arrange(model, machine, layout, batch, own_program(machine))
+    job = replace(job, sample_bytes=sample_bytes)
     for line in kind.assumptions(job):
         typer.echo(line)
     predicted = predict(job)

@@ -31,7 +31,9 @@ def validate(
     ] = None,
     write_machine: Annotated[
         Path | None,
-        typer.Option(help="Write the machine as fitted to this YAML file, for plan --machine."),
+        typer.Option(
+            help="Write machine and program as fitted to this YAML file, for plan --machine."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write one record a row to this JSON file.")

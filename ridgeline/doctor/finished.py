@@ -1,7 +1,8 @@
 """A finished run, measured from what it left: the same parts of a step, by its own records.
 
-The records do not tell kernels apart, so the classes are two: forward and backward, and the optimizer.
-Called by `ridgeline doctor RUNDIR`; imports without torch.
+The records do not tell kernels apart, so the classes are two: forward and backward, and the optimizer. Nor
+do they tell what the host does: what is none of their parts is not explained. Called by `ridgeline doctor
+RUNDIR`; imports without torch.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def measure_run(run: RunDir) -> Measured:
         h2d_s=split["h2d_s"],
         compute_s=compute_s + split["optimizer_s"],
         comm_exposed_s=split["comm_s"],
-        host_s=max(step_s - known, 0.0),
+        other_s=max(step_s - known, 0.0),
         classes=(
             ClassTime(FORWARD_BACKWARD, compute_s, flops=flops, precision=layout.precision),
             ClassTime(OPTIMIZER, split["optimizer_s"]),

@@ -154,11 +154,16 @@ def _known(measured: Measured, first: Finding) -> str:
 
 def _unexplained(m: Measured, largest: Finding) -> Finding:
     """What is left over when all that was seen is taken from the step, as a finding of its own."""
+    why = (
+        "other work on the same cores looks so, and work that torch's profiler does not see: measure "
+        "again on a machine that is idle, or with more --steps"
+    )
+    if not m.num_profiled:
+        why = "records of a run do not show what the host does: `ridgeline doctor` with its recipe does"
     evidence = (
         f"the parts that were seen add up to {duration(m.step_s - m.other_s)} of a step of "
         f"{duration(m.step_s)}; the spread of the timed steps is {m.spread:.0%}",
-        "other work on the same cores looks so, and work that torch's profiler does not see: measure "
-        "again on a machine that is idle, or with more --steps",
+        why,
     )
     cause = "nothing that was measured"
     return Finding(UNEXPLAINED, m.share(m.other_s), cause, "", (*evidence, *largest.evidence))

@@ -9,7 +9,6 @@ biases stay. The masters are optimizer state, so checkpoints have them. Called b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from ridgeline.config import OptimConfig
 from ridgeline.errors import UsageError
 from ridgeline.optim.build import decay_groups, list_trainables
+from ridgeline.optim.together import Row, Together
 
 
 def _update(
@@ -27,6 +27,7 @@ def _update(
     grad: Tensor,
     mean: Tensor,
     square: Tensor,
+    weight: Tensor | None,
     rate: Tensor,
     decay: Tensor,
     beta1: float,
@@ -35,7 +36,6 @@ def _update(
     correction1: Tensor,
     correction2: Tensor,
     divisor: Tensor,
-    weight: Tensor | None,
 ) -> None:
     """One parameter, element by element, as torch's AdamW orders it; `weight` is the narrow copy."""
     wide = grad.to(master.dtype) / divisor
@@ -69,10 +69,7 @@ class MasterAdamW(Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.grad_scale: Tensor | None = None
-        # One kernel for any length; on a CPU a compiler may not be there, and speed is not the point.
-        self._kernel: Callable[..., None] = (
-            torch.compile(_update, dynamic=True, fullgraph=True) if compiles else _update
-        )
+        self._update = Together(_update, compiles)
         for parameter in (p for group in self.param_groups for p in group["params"]):
             master = masters.get(parameter)
             base = parameter.detach() if master is None else master
@@ -91,7 +88,7 @@ class MasterAdamW(Optimizer):
             if not members:
                 continue
             device = members[0].device
-            numbers: dict[float, tuple[Tensor, Tensor]] = {}
+            rows: dict[float, list[Row]] = {}
             beta1, beta2 = group["betas"]
             rate = number(group["lr"], device)
             decay = number(group["weight_decay"], device)
@@ -99,25 +96,19 @@ class MasterAdamW(Optimizer):
             for parameter in members:
                 state = self.state[parameter]
                 state["step"] += 1
-                done = float(state["step"])
-                if done not in numbers:
-                    numbers[done] = tuple(number(1 - b**done, device) for b in (beta1, beta2))
-                grad = like(parameter.grad, parameter)
-                tensors = (state["exp_avg"], state["exp_avg_sq"])
                 master = state.get("master")
-                self._kernel(
-                    flat(parameter.detach() if master is None else master),
-                    flat(grad),
-                    *(flat(tensor) for tensor in tensors),
-                    rate,
-                    decay,
-                    beta1,
-                    beta2,
-                    group["eps"],
-                    *numbers[done],
-                    divisor,
-                    None if master is None else flat(parameter.detach()),
+                rows.setdefault(float(state["step"]), []).append(
+                    (
+                        flat(parameter.detach() if master is None else master),
+                        flat(like(parameter.grad, parameter)),
+                        flat(state["exp_avg"]),
+                        flat(state["exp_avg_sq"]),
+                        None if master is None else flat(parameter.detach()),
+                    )
                 )
+            for done, alike in rows.items():
+                corrections = (number(1 - beta**done, device) for beta in (beta1, beta2))
+                self._update(alike, rate, decay, beta1, beta2, group["eps"], *corrections, divisor)
 
 
 def number(value: float, device: torch.device) -> Tensor:

@@ -10,7 +10,6 @@ keeps 10 rather than 14. Called by `train/setup.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ridgeline.config import OptimConfig
 from ridgeline.errors import UsageError
 from ridgeline.optim.build import decay_groups, list_trainables
 from ridgeline.optim.master import flat, like, narrow_weights, number
+from ridgeline.optim.together import Row, Together
 
 _LOW = 0xFFFF
 """The half of a float32 that bf16 does not have."""
@@ -47,6 +47,7 @@ def _update(
     grad: Tensor,
     mean: Tensor,
     square: Tensor,
+    seed: Tensor,
     rate: Tensor,
     decay: Tensor,
     beta1: float,
@@ -55,7 +56,6 @@ def _update(
     correction1: Tensor,
     correction2: Tensor,
     divisor: Tensor,
-    seed: Tensor,
 ) -> None:
     """One parameter, element by element, as torch's AdamW orders it."""
     wide = grad.to(torch.float32) / divisor
@@ -92,9 +92,7 @@ class StochasticAdamW(Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.grad_scale: Tensor | None = None
         self._seed = seed
-        self._kernel: Callable[..., None] = (
-            torch.compile(_update, dynamic=True, fullgraph=True) if compiles else _update
-        )
+        self._update = Together(_update, compiles)
         for parameter in (p for group in self.param_groups for p in group["params"]):
             state = self.state[parameter]
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -107,6 +105,7 @@ class StochasticAdamW(Optimizer):
         place = 0
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            rows: dict[int, list[Row]] = {}
             for parameter in group["params"]:
                 place += 1
                 if parameter.grad is None:
@@ -114,12 +113,19 @@ class StochasticAdamW(Optimizer):
                 device, state = parameter.device, self.state[parameter]
                 state["step"] += 1
                 done = int(state["step"])
-                divisor = number(1.0, device) if self.grad_scale is None else self.grad_scale
-                self._kernel(
-                    flat(parameter.detach()),
-                    flat(like(parameter.grad, parameter)),
-                    flat(state["exp_avg"]),
-                    flat(state["exp_avg_sq"]),
+                seed = mix(self._seed, place, done)
+                rows.setdefault(done, []).append(
+                    (
+                        flat(parameter.detach()),
+                        flat(like(parameter.grad, parameter)),
+                        flat(state["exp_avg"]),
+                        flat(state["exp_avg_sq"]),
+                        torch.full((), seed, dtype=torch.int32, device=device),
+                    )
+                )
+            for done, alike in rows.items():
+                self._update(
+                    alike,
                     number(group["lr"], device),
                     number(group["weight_decay"], device),
                     beta1,
@@ -127,8 +133,7 @@ class StochasticAdamW(Optimizer):
                     group["eps"],
                     number(1 - beta1**done, device),
                     number(1 - beta2**done, device),
-                    divisor,
-                    torch.full((), mix(self._seed, place, done), dtype=torch.int32, device=device),
+                    number(1.0, device) if self.grad_scale is None else self.grad_scale,
                 )
 
 

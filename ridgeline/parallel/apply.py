@@ -278,6 +278,12 @@ def _compile(built: Arranged) -> None:
             f"device {device}; leave it out"
         )
     if not layout.compile:
+        if (mode := built.tune.compile_mode) != "default":
+            # Said and not refused: one recipe serves layouts that compile and others.
+            built.notes.append(
+                f"tune.compile_mode={mode} does nothing in a layout that does not compile; add "
+                "compile=true to the layout, or leave the setting out"
+            )
         return
     _avoid_double_flash(built)
     # One compiled graph a shape: with dynamic shapes an uneven last batch would leave a slower

@@ -101,6 +101,8 @@ class Machine:
     """Of a node, for `offload`; 0: not known, and taken as what its devices have."""
     tables: tuple[Table, ...] = ()
     """Collectives as they were measured, which count before the links."""
+    programs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What was fitted of programs on it, by their names: fields of `Software` that are not as shipped."""
     source: dict[str, str] = field(default_factory=dict)
 
     def __hash__(self) -> int:
@@ -156,12 +158,14 @@ def load_machine(name: str) -> Machine:
 
 def machine_from_dict(values: Mapping[str, Any]) -> Machine:
     values = dict(values)
+    programs = dict(values.pop("programs", {}))
     device = dict(values.pop("device"))
     device["peak_flops"] = {key: float(value) for key, value in device["peak_flops"].items()}
     return Machine(
         device=Device(**{k: _number(v) for k, v in device.items()}),
         intra=Link(**{k: float(v) for k, v in dict(values.pop("intra")).items()}),
         inter=Link(**{k: float(v) for k, v in dict(values.pop("inter")).items()}),
+        programs={k: {n: float(v) for n, v in dict(p).items()} for k, p in programs.items()},
         **{k: _number(v) for k, v in values.items()},
     )
 

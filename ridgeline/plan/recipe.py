@@ -19,7 +19,7 @@ from ridgeline.plan.memory import StepMemory
 from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.predict import predict
 from ridgeline.plan.search import Found, Planned, search
-from ridgeline.plan.software import RIDGELINE
+from ridgeline.plan.software import own_program
 
 Trace = Callable[[RunConfig], ModuleFacts]
 
@@ -64,7 +64,7 @@ def predict_recipe(
     for name, left in (("spatial", layout.spatial != (1, 1) and not known), ("ep", layout.ep > 1)):
         if left:
             raise UsageError(f"the planner has no model of {name} in {str(layout)!r}; leave it out")
-    job = kind.arrange(model, machine, layout, config.train.batch, RIDGELINE)
+    job = kind.arrange(model, machine, layout, config.train.batch, own_program(machine))
     predicted = predict(job)
     return Planned(layout, job, predicted.time, predicted.memory)
 

@@ -26,6 +26,7 @@ from ridgeline.plan.software import (
     MEGATRON_2022,
     MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
+    RIDGELINE,
     TORCHTITAN,
     Software,
 )
@@ -261,6 +262,8 @@ def _known_software(row: Row) -> Software | None:
     layout, source = row["layout"], _source(row)
     framework = str(layout.get("framework") or "")
     args = layout.get("args") or {}
+    if framework.lower() == RIDGELINE.name:
+        return replace(RIDGELINE, compiled=bool(layout.get("compile")))
     if "ZeRO-3" in framework:
         return DEEPSPEED_ZERO3
     if framework == "Megatron-DeepSpeed" or "bigscience" in source:

@@ -19,7 +19,7 @@ from ridgeline.plan.kinds import AnyJob, Choices, Model, divisors, kind_of
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import StepMemory, fits, host_room
 from ridgeline.plan.predict import predict, pressure
-from ridgeline.plan.software import RIDGELINE, Software
+from ridgeline.plan.software import Software, own_program
 from ridgeline.plan.time import StepTime
 
 ORDERS = ("time", "memory", "cost")
@@ -152,14 +152,15 @@ def search(
     precision: str = "bf16",
     top: int = 10,
     by: str = "time",
-    software: Software = RIDGELINE,
+    software: Software | None = None,
     sample_bytes: float = 0.0,
 ) -> Found:
-    """The best layouts of a global batch on so many devices. State goes to the host only where nothing
+    """The best layouts of a global batch on so many devices, by this library as the machine's profile knows
+    it, or by another program. State goes to the host only where nothing
     fits without: it is never the faster way."""
     kind = kind_of(model)
     plain = [layout for layout, _ in layouts(model, machine, devices, batch, precision)]
-    given = (model, machine, batch, software, sample_bytes)
+    given = (model, machine, batch, software or own_program(machine), sample_bytes)
     candidates, too_large, closest = _that_fit(plain, *given)
     looked_at = len(plain)
     if not candidates and kind.offloads:
@@ -218,7 +219,7 @@ def _that_fit(
 
 def scale(
     model: Model, machine: Machine, nodes: list[int], batch: int, precision: str, weak: bool,
-    software: Software = RIDGELINE, sample_bytes: float = 0.0,
+    software: Software | None = None, sample_bytes: float = 0.0,
 ) -> list[tuple[int, Planned | None]]:  # fmt: skip
     """The best layout on each number of nodes: of one batch (strong), or of a batch that grows with
     the nodes (weak)."""

@@ -12,6 +12,7 @@ from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import StepMemory, fits, host_room
 from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.search import Found, Planned, search
+from ridgeline.plan.software import RIDGELINE
 from ridgeline.plan.time import StepTime
 
 TIME_PARTS = {
@@ -155,6 +156,18 @@ def _compare(best: Planned, machine: Machine, model: Model, batch: int, precisio
         return "no change"
     same = "the same layout" if found.layout == best.layout else str(found.layout)
     return f"{gain:.0f} % faster ({found.seconds:.3f} s, {same})"
+
+
+def show_programs(machine: Machine) -> list[str]:
+    """Which facts of programs in a profile are used, and which are not."""
+    used = ", ".join(f"{n} {v:.4g}" for n, v in machine.programs.get(RIDGELINE.name, {}).items())
+    lines = [f"fitted facts of {RIDGELINE.name} in {machine.name} are used: {used}"] if used else []
+    others = ", ".join(name for name in machine.programs if name != RIDGELINE.name)
+    if others:
+        lines.append(
+            f"fitted facts of {others} in {machine.name} are not used: plans are of {RIDGELINE.name}"
+        )
+    return lines
 
 
 def show_scale(rows: list[tuple[int, Planned | None]], weak: bool) -> list[str]:

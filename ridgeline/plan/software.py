@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ridgeline.errors import UsageError
 from ridgeline.plan.kernels import NARROW_HEADS
+from ridgeline.plan.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -132,3 +134,14 @@ SOFTWARE: Final = {
         TORCHTITAN, LLM_FOUNDRY, RIDGELINE,
     )
 }  # fmt: skip
+
+
+def own_program(machine: Machine) -> Software:
+    """This library with what the machine's profile has of it; the facts of other programs are theirs."""
+    fitted = machine.programs.get(RIDGELINE.name, {})
+    try:
+        return replace(RIDGELINE, **fitted)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise UsageError(
+            f"programs.{RIDGELINE.name} of the profile {machine.name} is wrong ({error}); leave it out"
+        ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ridgeline.errors import UsageError
@@ -178,13 +178,19 @@ def calibrate(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def fitted_machine(rows: Sequence[Row], values: Mapping[str, float]) -> Machine:
-    """The machine that the rows ran on, with the fitted values in it. What was found of their program is
-    no part of that."""
+    """The machine that the rows ran on, with the fitted values in it, and beside them what was fitted of
+    their programs. Whether what is stated as recomputed was is neither's: it is of these runs."""
     change = changed(values)
     machines = set()
+    programs: dict[str, dict[str, float]] = {}
     for index, row in enumerate(rows):
         with contextlib.suppress(Unreadable):
-            machines.add(change(read_row(row, index).job).machine)
+            job = read_row(row, index).job
+            after = change(job)
+            machines.add(after.machine)
+            was, now = asdict(job.software), asdict(after.software)
+            found = {name: value for name, value in now.items() if value != was[name]}
+            programs.setdefault(job.software.name, {}).update(found)
     if len(machines) != 1:
         names = ", ".join(sorted(machine.name for machine in machines))
         raise UsageError(
@@ -194,6 +200,7 @@ def fitted_machine(rows: Sequence[Row], values: Mapping[str, float]) -> Machine:
     (machine,) = machines
     return machine.replace(
         name=f"{machine.name}-fitted",
+        programs={name: found for name, found in programs.items() if found},
         source={"fitted": f"on {len(rows)} measured runs, from {machine.name}", **machine.source},
     )
 

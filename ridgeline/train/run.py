@@ -20,13 +20,14 @@ from torch import Tensor
 from ridgeline.checkpoint.save import Outcome
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
 from ridgeline.data.batch import Batch
-from ridgeline.errors import WouldRepeat
+from ridgeline.errors import UsageError, WouldRepeat
 from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
 from ridgeline.layout import read_auto
 from ridgeline.optim.update import Update
 from ridgeline.parallel.fallbacks import Gathered, describe_gathered
 from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.mesh import choose_device, close_mesh
+from ridgeline.parallel.pipeline.balance import UnknownModule
 from ridgeline.plan.auto import Place, choose_layout
 from ridgeline.rundir import (
     BLOCKS,
@@ -82,8 +83,7 @@ def run_training(
 ) -> Summary:
     """Build, go on from the newest checkpoint of `run`, train, evaluate; every rank calls this, rank 0
     writes records to `run` and to the terminal. `requests` may end it after any step."""
-    costs = run.read_json(BLOCKS) if run is not None else None
-    training = _build(config, env, has_checkpoints(run), costs)
+    training = _build(config, env, run)
     checkpoints = Checkpoints(training, run)
     training = replace(training, update=_after_release(checkpoints, training.update))
     guard = Guard(training, lambda: checkpoints.skipped)
@@ -193,11 +193,16 @@ def run_training(
     return Summary(position.step, final_loss, metrics, reached, bool(stopped), num_skipped)
 
 
-def _build(
-    config: RunConfig, env: RankEnv, resumes: bool, block_costs: dict[str, float] | None
-) -> Training:
+def _build(config: RunConfig, env: RankEnv, run: RunDir | None) -> Training:
+    costs = run.read_json(BLOCKS) if run is not None else None
     try:
-        return build_training(config, env, resumes, block_costs)
+        return build_training(config, env, has_checkpoints(run), costs)
+    except UnknownModule as error:
+        kept = BLOCKS if run is None else run.file(BLOCKS)  # rank 0's may have come to others
+        raise UsageError(
+            f"{kept} has a time of {error.path!r}, which the model does not call: it is of another model; "
+            "delete that file, and the blocks are timed again"
+        ) from error
     except Exception as error:
         if is_out_of_memory(error):
             raise WouldRepeat(tell_no_start(config, env.rank, error)) from error

@@ -59,6 +59,8 @@ class Comparison:
     """The first that is beyond its bound; None when the trainings are the same."""
     unclear: str = ""
     """Why the bounds would not show a mistake; empty when they would."""
+    note: str = ""
+    """What else there is to say, in place of the first difference where there is one."""
 
     @property
     def same(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,14 +80,23 @@ def measure(
     return found
 
 
-def compare_rounded(exact: Recording, other: Recording, rounding: Rounding) -> Comparison:
-    """`other` is a layout's training; in the order of computation: loss, gradients, weights, evaluation."""
+def compare_rounded(
+    exact: Recording, other: Recording, rounding: Rounding, lost: Collection[int] = ()
+) -> Comparison:
+    """`other` is a layout's training; in the order of computation: loss, gradients, weights, evaluation.
+
+    The gradients of steps that are `lost` are not looked at; where all are, their size is not a number.
+    """
     require_same_steps(exact, other)
     nearest = dict.fromkeys(KINDS, (0.0, 0.0, 0.0))
+    if len(lost) == len(exact.losses):
+        nearest["gradient"] = (0.0, math.nan, math.nan)
     first: Difference | None = None
     for step in range(len(exact.losses)):
         found = [("loss", "", relative(exact.losses[step], other.losses[step]), rounding.loss)]
-        for name, distance, factor in _gradients(exact, other, step):
+        for name, distance, factor in (
+            _gradients(exact, other, step) if step + 1 not in lost else ()
+        ):
             found.append(("gradient", name, distance, rounding.distances.get(name, 0.0)))
             found.append(("gradient", name, factor, rounding.factors.get(name, 0.0)))
         for name, distance in _distances(exact.weights[step], other.weights[step]):

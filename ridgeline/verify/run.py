@@ -21,6 +21,7 @@ from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.train.setup import check_batch
 from ridgeline.verify.compare import Comparison, compare
 from ridgeline.verify.follow import follow
+from ridgeline.verify.overflow import compare_overflowed, overflowed
 from ridgeline.verify.record import Recording, record_training
 from ridgeline.verify.reference import reference_layout
 from ridgeline.verify.rounding import Rounding, compare_rounded, measure
@@ -56,10 +57,10 @@ class Row:
 
     @property
     def detail(self) -> str:
-        """What to read when it is not the same."""
+        """What to read when it is not the same, or not all of it was compared."""
         if self.comparison is not None:
-            first = self.comparison.first
-            return str(first) if first is not None else self.comparison.unclear
+            found = self.comparison
+            return found.note or (str(found.first) if found.first is not None else found.unclear)
         return self.refused or self.failed
 
 
@@ -100,11 +101,14 @@ class Verifier:
         found = self._record(layout, precision, layout.compile)
         exact = self._follow(layout, "float64", found)
         verdict = compare_rounded(exact, found, rounding)
-        if not verdict.same:
+        is_fp16 = precision == "fp16"
+        if not verdict.same or (is_fp16 and overflowed(self._reference(layout, precision))):
             # Where two values nearly tie (a maximum, a kink) rounding depends on the weights: before
             # a layout is blamed, one device shows what it makes of these.
             here = [self._follow(layout, precision, found, way) for way in _ways(layout)]
             rounding = measure(exact, here, precision, reference_layout(layout).compress, rounding)
+            if is_fp16:
+                return compare_overflowed(exact, found, here, rounding)
             verdict = compare_rounded(exact, found, rounding)
         return verdict
 

@@ -20,6 +20,7 @@ from ridgeline.checkpoint.files import Reader
 from ridgeline.checkpoint.load import read_tensor
 from ridgeline.checkpoint.manifest import MODEL, OPTIMIZER, list_checkpoints, read_manifest
 from ridgeline.config import load_config
+from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.parallel.gather import full_state
 from ridgeline.rundir import BLOCKS, CHECKPOINTS, RunDir
@@ -265,7 +266,7 @@ def cut_by(costs: dict[str, float], folder: str) -> list[str]:
         found.extend(str(stage.first) for stage in training.arranged.staged.plan.stages)
         return training
 
-    with mock.patch.object(train_run, "_build", note):
+    with mock.patch.object(train_run, "build_training", note):
         train_run.run_training(config, env, run if env.rank == 0 else None)
     return found
 
@@ -282,3 +283,17 @@ def test_a_run_that_goes_on_is_cut_where_it_was(ranks: Any, tmp_path: Path) -> N
         assert json.loads((Path(folder) / BLOCKS).read_text()) == costs
         cuts.append(both[0])
     assert cuts[0] != cuts[1]
+
+
+def refused(folder: str) -> str:
+    config = load_config(None, (*BASE, *LLAMA, "layout=pp=2,microbatches=2", "train.steps=1")).config
+    with pytest.raises(UsageError) as error:
+        train_run.run_training(config, read_rank_env(), run_dir(folder))
+    return str(error.value)
+
+
+def test_times_of_another_model_are_told_with_their_file(ranks: Any, tmp_path: Path) -> None:
+    run_dir(str(tmp_path)).write_json(BLOCKS, {"layers.0": 1.0, "layers.9": 1.0})
+    for text in ranks(2, refused, str(tmp_path), timeout=120):
+        assert text.startswith(f"{tmp_path / BLOCKS} has a time of 'layers.9'")
+        assert "delete that file" in text

@@ -274,3 +274,56 @@ def test_signs_of_gradients_near_zero_are_no_difference(
     monkeypatch.setattr(verify_run, "_record", _other_signs_near_zero)
     row = proofs["cnn"].verdict(layout)
     assert row.verdict == "same", row
+
+
+_SCALES = {"high": {"init_scale": 2.0**40}, "settles": {"init_scale": 2.0**40, "backoff_factor": 2.0**-28}}
+_overflowing: list[tuple[str, bool]] = []
+"""Loss scales that trainings begin with, and whether those of one device do."""
+
+
+def build_overflowing(config: RunConfig, env: RankEnv) -> Training:
+    training = build_training(config, env)
+    for name, alone in _overflowing:
+        if alone == (env.world_size == 1) and training.precision.scaler is not None:
+            training.precision.scaler.__init__("cpu", **_SCALES[name])  # type: ignore[misc]
+    return training
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "verdict", "says"),
+    [
+        ("settles", "settles", "same", "at step 1 on one device too; both left that out"),
+        ("high", "high", "unclear", "at steps 1, 2 on one device and in this layout, so none were"),
+        ("", "settles", "differs", "at step 1 in this layout and not on one device; use precision=bf16"),
+        ("high", "", "unclear", "at steps 1, 2 on one device and not in this layout"),
+    ],
+)
+def test_an_overflow_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, alone: str, together: str, verdict: str, says: str
+) -> None:
+    monkeypatch.setattr(record, "build_training", build_overflowing)
+    chosen = [(name, place) for name, place in ((alone, True), (together, False)) if name]
+    monkeypatch.setitem(globals(), "_overflowing", chosen)
+    proof = Proofs(MLP)
+    try:
+        row = proof.verdict("dp=2,precision=fp16")
+    finally:
+        proof.verifier.close()
+    assert row.verdict == verdict, row
+    assert f"gradients overflowed in fp16 {says}" in row.detail
+
+
+def test_a_mistake_does_not_hide_behind_an_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 1 overflows on both, step 2 shows it."""
+    monkeypatch.setattr(record, "build_training", build_overflowing)
+    monkeypatch.setitem(globals(), "_overflowing", [("settles", True), ("settles", False)])
+    monkeypatch.setattr(verify_run, "_record", record_with_mistake)
+    monkeypatch.setitem(globals(), "_planted", "longer gradients")
+    proof = Proofs(MLP)
+    try:
+        row = proof.verdict("dp=2,precision=fp16")
+    finally:
+        proof.verifier.close()
+    assert row.verdict == "differs", row
+    assert row.detail.startswith("gradient ")
+    assert "at step 2" in row.detail

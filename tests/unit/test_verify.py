@@ -12,8 +12,10 @@ from ridgeline.config import find_recipe, load_config
 from ridgeline.layout import Layout, check_layout, techniques
 from ridgeline.verify.compare import Sizes, compare
 from ridgeline.verify.layouts import all_layouts, factored_layouts, merge
+from ridgeline.verify.overflow import compare_overflowed
 from ridgeline.verify.record import Recording
 from ridgeline.verify.rounding import compare_rounded, measure
+from ridgeline.verify.run import Row
 from ridgeline.verify.small import shrink
 
 
@@ -77,6 +79,20 @@ def test_what_is_sent_in_16_bits_may_be_rounded_to_either_neighbour(
     gradient[0, 0] *= 1 + 2.0**-7
     rounding = measure(recording(), [recording()], "fp32", compress)
     assert compare_rounded(recording(), other, rounding).same is is_same
+
+
+@pytest.mark.parametrize(("on_one", "verdict"), [(True, "unclear"), (False, "differs")])
+def test_a_loss_beyond_fp16_is_told_as_such(on_one: bool, verdict: str) -> None:
+    """No loss scale helps there."""
+    found, here = recording(), recording()
+    for one in (found, here) if on_one else (found,):
+        one.losses[1] = math.inf
+        one.gradients[1]["a"][:] = math.nan
+    rounding = measure(recording(), [recording()], "fp16")
+    row = Row(Layout(), "fp16", compare_overflowed(recording(), found, [here], rounding))
+    assert row.verdict == verdict
+    assert row.detail.startswith("the loss itself overflowed in fp16 at step 2")
+    assert ("on one device and in this layout" in row.detail) is on_one
 
 
 def test_every_listed_layout_can_be_run() -> None:

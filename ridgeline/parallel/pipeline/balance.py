@@ -19,6 +19,14 @@ from ridgeline.parallel.pipeline.record import Recording
 _PARAMETER_SHARE = 0.1
 
 
+class UnknownModule(UsageError):
+    """A cost of something that the model does not run; who gave it can say where it came from."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"pipeline costs: the forward pass calls no module {path!r}")
+        self.path = path
+
+
 class Weigher:
     """The cost of the part of a model between any two candidates, each a (clock, FLOPs so far)."""
 
@@ -43,7 +51,7 @@ class Weigher:
             starts = {call.path: call.start for call in reversed(seen.calls)}
             for path, cost in costs.items():
                 if path not in starts:
-                    raise UsageError(f"pipeline costs: the forward pass calls no module {path!r}")
+                    raise UnknownModule(path)
                 self.given[self._segment(starts[path] + 1)] += cost
 
     def _segment(self, clock: int) -> int:

@@ -50,7 +50,7 @@ def test_a_finished_run_is_judged_by_its_records(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", data_s=0.07, forward_s=0.01, backward_s=0.015, optimizer_s=0.002)
     measured = measure_run(run)
     assert measured.step_s == pytest.approx(0.1)
-    assert measured.host_s == pytest.approx(0.003)
+    assert (measured.host_s, measured.other_s) == (0.0, pytest.approx(0.003))
     assert judge(measured).limit == "data"
     done = CliRunner().invoke(app, ["doctor", str(run.path)])
     assert done.exit_code == 0, done.output
@@ -65,6 +65,15 @@ def test_a_finished_run_that_computes(tmp_path: Path) -> None:
     verdict = judge(measure_run(run))
     assert verdict.limit == "compute"
     assert "at 1% of what the device reaches" in verdict.sentence
+
+
+def test_what_records_do_not_show_is_not_called_the_host(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", data_s=0.01, forward_s=0.01, backward_s=0.02)
+    verdict = judge(measure_run(run))
+    assert (verdict.limit, verdict.unexplained) == ("not explained", pytest.approx(0.6))
+    assert "60% of the step is not explained by what was measured" in verdict.sentence
+    assert "with its recipe" in verdict.evidence[1]
+    assert [f.share for f in verdict.findings if f.limit == "host"] == [0.0]
 
 
 def test_a_finished_run_with_a_slow_rank(tmp_path: Path) -> None:

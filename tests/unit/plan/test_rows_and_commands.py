@@ -14,9 +14,13 @@ from typer.testing import CliRunner
 from ridgeline.cli import app
 from ridgeline.errors import RunError, UsageError
 from ridgeline.plan.calibrate import FACTS, PARAMETERS
-from ridgeline.plan.machine import load_machine
+from ridgeline.plan.known import find_model
+from ridgeline.plan.machine import load_machine, machine_to_yaml
 from ridgeline.plan.measured import load_measured
+from ridgeline.plan.predict import predict
 from ridgeline.plan.rows import Unreadable, load_rows, read_row
+from ridgeline.plan.search import search
+from ridgeline.plan.software import RIDGELINE, own_program
 from ridgeline.plan.validate import calibrate, changed, check_row, check_rows, choose_rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -295,15 +299,59 @@ def test_a_fitted_machine_is_a_profile_to_plan_with(tmp_path: Path) -> None:
     machine = load_machine(str(path))
     fitted = changed(calibrate(chosen))(read_row(chosen[0]).job).machine
     assert machine.name == f"{fitted.name}-fitted"
-    assert machine.replace(name=fitted.name, source=fitted.source) == fitted
+    assert machine.replace(name=fitted.name, source=fitted.source, programs={}) == fitted
     shipped = read_row(chosen[0]).job.machine
     assert machine.device.gemm_efficiency != shipped.device.gemm_efficiency
     done = call("1.3b", "--machine", str(path), "--batch", "64", "--top", "1")
     assert done.exit_code == 0, done.output
+    # Of another program than the one that is planned.
+    assert list(machine.programs) == ["megatron-deepspeed"]
+    assert "facts of megatron-deepspeed in" in done.output
+    assert "are not used: plans are of ridgeline" in done.output
+    assert own_program(machine) == RIDGELINE
     assert isinstance(call(*given).exception, UsageError)
     mixed = [*chosen, next(r for r in rows() if r["set"] == "megatron_sc21_table1")]
     few.write_text(json.dumps(mixed))
     assert "are of 2 machines" in str(call(*given, "--calibrate", str(few)).exception)
+
+
+def test_facts_of_this_program_go_from_a_fit_into_a_plan(tmp_path: Path) -> None:
+    """An update that moves half as many bytes again as shipped: fitted, kept, and planned with."""
+    few, path = tmp_path / "few.json", tmp_path / "mine.yaml"
+    slow = changed({"software.optimizer_bytes_moved": 1.5})
+    given = [copy.deepcopy(r) for r in rows() if r["set"] == "vtrain_multi"][:8]
+    for samples, row in enumerate(given, 1):
+        row["layout"].update(
+            framework="Ridgeline", gpus=1, dp=1, tp=1, pp=1, zero=0, microbatch=samples, precision="bf16",
+            global_batch=samples, recompute="none",
+        )  # fmt: skip
+        row["model"].update(layers=4, hidden=4096, heads=32, ffn=16384, seq=64 * samples)
+        job = read_row(row).job
+        assert job.software == RIDGELINE
+        row["measured"] = {"iter_s": predict(slow(job)).seconds}
+    few.write_text(json.dumps(given))
+    done = call(
+        "validate", "--rows", str(ROWS), "--calibrate", str(few), "--write-machine", str(path)
+    )
+    assert done.exit_code == 0, done.output
+    machine = load_machine(str(path))
+    moved = machine.programs["ridgeline"]["optimizer_bytes_moved"]
+    assert moved > 1.1 * RIDGELINE.optimizer_bytes_moved
+    explained = ("1.3b", "--batch", "64", "--explain", "dp=8", "--machine")
+    done = call(*explained, str(path))
+    assert done.exit_code == 0, done.output
+    assert f"fitted facts of ridgeline in {machine.name} are used: " in done.output
+    assert f"optimizer_bytes_moved {moved:.4g}" in done.output
+    without = machine.replace(programs={})
+    (tmp_path / "without.yaml").write_text(machine_to_yaml(without, ""))
+    plain = call(*explained, str(tmp_path / "without.yaml"))
+    assert "fitted facts" not in plain.output
+    sizes = find_model("1.3b")
+    found, less = (search(sizes, m, 8, 64, top=1).best[0].seconds for m in (machine, without))
+    assert found > less
+    wrong = machine.replace(programs={"ridgeline": {"colour": 1.0}})
+    with pytest.raises(UsageError, match=r"programs\.ridgeline .*colour.*leave it out"):
+        own_program(wrong)
 
 
 def test_runs_that_would_not_fit_are_not_chosen() -> None:

@@ -167,7 +167,8 @@ def test_masters_are_for_one_device() -> None:
         build("layout=precision=bf16", "tune.weights=bf16", "optim.name=sgd")
 
 
-def build(*overrides: str) -> None:
+def build(*overrides: str) -> list[str]:
+    """The notes of a training so configured."""
     settings = (
         "model.name=llama",
         "model.args={width: 32, depth: 2, heads: 2, ffn: 64, vocab: 256, max_seq: 16}",
@@ -181,6 +182,7 @@ def build(*overrides: str) -> None:
     training = build_training(load_config(None, [*settings, *overrides]).config, read_rank_env({}))
     training.close_loaders()
     close_mesh(training.mesh)
+    return training.notes
 
 
 def test_settings_that_do_not_go_together_are_refused() -> None:
@@ -192,6 +194,19 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         build("layout=precision=fp8", "tune.fp8_keep=[layers]")
     with pytest.raises(UsageError, match="too small"):
         build("tune.loss_chunk=0")
+    with pytest.raises(UsageError, match="for compile=true on CUDA, and here compile is False"):
+        build("tune.search_tiles=true")
+
+
+@pytest.mark.parametrize("mode", ["autotune", "regional"])
+def test_a_way_to_compile_without_compiling_is_told(mode: str) -> None:
+    """Not refused: `ridgeline verify --layout` puts other layouts under the same settings."""
+    (note,) = [n for n in build(f"tune.compile_mode={mode}") if "compile" in n]
+    assert note.startswith(f"tune.compile_mode={mode} does nothing")
+    assert "add compile=true to the layout" in note
+    compiled = build("layout=compile=true", f"tune.compile_mode={mode}")
+    for notes in (build(), compiled):
+        assert not [n for n in notes if "compile" in n]
 
 
 def test_attention_back_ends_are_tried_in_order() -> None:
