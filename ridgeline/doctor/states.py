@@ -158,9 +158,8 @@ class Candidate:
     def turn(self) -> float:
         """Seconds a step of one turn, which is remembered."""
         if not self.step_s:
-            self.run(
-                0, 1
-            )  # how long a turn will be; not in `check`, where others may be starting too
+            # How long a turn will be: not in `check`, where others may be starting beside it.
+            self.run(0, 1)
         self.turns.append(self.run(*self._effort.turn_of(self.step_s)))
         parts = self.parts()
         self.waits.append(parts.data_s / parts.step_s if parts.step_s else 0.0)

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,9 +58,14 @@ class Machine:
         self.interrupts: Callable[[str, str], bool] = lambda name, doing: False
         self.hangs: Callable[[str], bool] = lambda name: False
         """Whether a state starts until it is closed."""
+        self.does_not_start: Callable[[str], bool] = lambda name: False
+        self.open_in_turn: dict[str, set[str]] = {}
+        """Those that were there in the first turn of a state."""
         self.memory: dict[str, float] = {}
 
     def state(self, config: RunConfig, name: str, *_: object) -> State:
+        if self.does_not_start(name):
+            raise RunError("a process for a state ended; see spare.log")
         return State(self, config, name)
 
 
@@ -97,7 +103,7 @@ class State:
             if threading.current_thread() is threading.main_thread():
                 machine.now += STARTS_S
             else:
-                time.sleep(0.2)  # longer than the one whose turn it is
+                time.sleep(0.4 if "-dropped-" in self.name else 0.2)  # longer than the current one
         finally:
             machine.computing.discard(self.name)
         self.losses += [1.0] * effort.check_steps
@@ -108,6 +114,7 @@ class State:
             raise KeyboardInterrupt
         self.machine.now += TURN_S
         self.machine.beside.setdefault(self.name, set()).update(self.machine.computing)
+        self.machine.open_in_turn.setdefault(self.name, set(self.machine.open))
         self.turns.append(self.step_s * (1.0 + 0.004 * (len(self.turns) % 3)))
         self.waits.append(0.0)
         return self.turns[-1]
@@ -197,7 +204,8 @@ def test_states_start_beside_the_one_whose_turn_it_is_and_are_used(
     assert len(machine.beside[IF_KEPT]) == len(machine.beside["03-seed-dropped-clip"]) == 0
     for unused in (IF_DROPPED, "03-seed-kept-clip"):
         assert unused not in machine.beside  # it never had a turn
-    # What cannot be used any more is closed before others start.
+    # What cannot be used any more is closed as soon as that is known.
+    assert machine.open_in_turn[IF_KEPT] == {FIRST, IF_KEPT}
     assert machine.open_at["03-seed"] == [IF_KEPT]
     assert machine.open == []
 
@@ -279,6 +287,14 @@ def test_what_fails_ahead_starts_alone_in_its_turn(
     assert machine.open == []
 
 
+def test_what_does_not_even_start_ahead_is_no_loss(tmp_path: Path, machine: Machine) -> None:
+    alone, _ = go(tmp_path / "alone", 0)
+    machine.does_not_start = lambda name: name == IF_KEPT
+    ladder, _ = go(tmp_path / "ahead", 2)
+    assert outcome(ladder) == outcome(alone)
+    assert [rung.beside for rung in ladder.rungs[:3]] == [0, 1, 0]
+
+
 def test_what_fails_after_it_waited_is_tried_again(
     tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +336,19 @@ def test_one_that_had_no_memory_beside_others_is_tried_once_more_alone(
         assert IF_DROPPED in machine.beside  # which is what comes next now
 
 
+def test_the_others_are_not_waited_for_where_they_took_the_memory(
+    tmp_path: Path, machine: Machine
+) -> None:
+    machine.hangs = lambda name: name in (IF_KEPT, IF_DROPPED)
+    machine.fails = lambda name: (
+        "CUDA out of memory" if name == FIRST and machine.starts.count(FIRST) == 1 else ""
+    )
+    begun = time.monotonic()
+    ladder, _ = go(tmp_path, 2)
+    assert time.monotonic() - begun < 20.0
+    assert ladder.rungs[1].kept
+
+
 def test_one_that_has_no_memory_alone_is_tried_once(tmp_path: Path, machine: Machine) -> None:
     machine.fails = lambda name: "CUDA out of memory" if name == FIRST else ""
     for ahead in (0, 2):
@@ -354,6 +383,15 @@ def test_what_takes_minutes_starts_alone_and_in_its_turn(tmp_path: Path, machine
         FIRST, "01-two-threads-kept-clip", "01-two-threads-dropped-clip", "03-reading-ahead",
         "baseline-again",
     ]  # fmt: skip
+    machine.starts.clear()
+    go(tmp_path / "next", 2, table(THREADS, slow))
+    assert machine.starts[:3] == ["baseline", FIRST, "02-reading-ahead"]
+    # Nor does anything start beside one, though it would come next.
+    first = dataclasses.replace(THREADS, slow=True)
+    then = dataclasses.replace(CLIP, applies=lambda step, c: "so" if c.data.threads == 2 else None)
+    machine.starts.clear()
+    go(tmp_path / "beside", 2, table(first, then))
+    assert machine.starts[:3] == ["baseline", FIRST, "02-clip"]
     slows = [dataclasses.replace(one, slow=True) for one in (THREADS, READING)]
     machine.starts.clear()
     go(tmp_path / "slow", 2, table(*slows))
@@ -413,6 +451,28 @@ def test_scripts_start_one_at_a_time(tmp_path: Path, machine: Machine) -> None:
     assert not any(rung.beside for rung in ladder.rungs)
 
 
+def test_a_refused_remedy_is_not_started_ahead(tmp_path: Path, machine: Machine) -> None:
+    graphs = remedy("graphs", 2.5, "layout.graphs=true")
+    ladder, _ = go(tmp_path, 2, table(THREADS, graphs, CLIP))
+    assert "needs compile=true" in ladder.rungs[2].why
+    assert machine.starts[:3] == ["baseline", FIRST, "03-clip"]
+
+
+def test_as_many_interpreters_are_ready_as_states_start(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+
+    def build(config: RunConfig, folder: Path, cache: Path | None, number: int) -> Any:
+        numbers.append(number)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(climb_file, "build_spares", build)
+    for ahead in (0, 2):
+        go(tmp_path / str(ahead), ahead, table(THREADS))
+    assert numbers == [1, 3]
+
+
 def test_few_cores_start_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, number in ((1, 0), (3, 0), (4, 1), (7, 1), (8, 2), (64, 2)):
         monkeypatch.setattr(states_file, "usable_cpus", lambda cores=cores: set(range(cores)))
@@ -443,6 +503,12 @@ def test_what_comes_next_is_foreseen_with_the_gain_that_is_promised() -> None:
     assert (found[1].config.data.threads, found[1].config.train.clip) == (1, 1.0)
     names = [promise.remedy.name for promise in waiting.rank(step, config)]
     assert names == ["clip", "seed"]  # which thinking ahead took nothing from
+    again = dataclasses.replace(first, remedy=dataclasses.replace(THREADS, repeats=True))
+    ahead = list(islice(foresee(Waiting([CLIP]), step, config, again), 2))
+    assert [(one.name, one.history) for one in ahead] == [
+        ("two threads", (True,)),
+        ("clip", (False,)),
+    ]
     # One that feeds brings the data sooner; what waits for data then has nothing to do.
     feeding = dataclasses.replace(first, remedy=dataclasses.replace(THREADS, feeds=True))
     ahead = list(foresee(Waiting([needs_threads]), step, config, feeding))
