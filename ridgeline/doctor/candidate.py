@@ -65,7 +65,7 @@ class Runner:
             "notes": self.training.notes,
         }
         self._give_back()
-        return answer
+        return {**answer, "rest_bytes": self._rest()}
 
     def _num_ready(self) -> int:
         """Batches that the loader may have ready before anybody asks, and one on its way."""
@@ -95,6 +95,12 @@ class Runner:
 
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _rest(self) -> int:
+        """What it goes on holding of the device between two turns."""
+        import torch
+
+        return torch.cuda.memory_reserved() if self.device.type == "cuda" else 0
 
     def close(self) -> None:
         from ridgeline.parallel.mesh import close_mesh

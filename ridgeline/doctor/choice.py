@@ -2,7 +2,8 @@
 
 A device computes while the host reads, so that the slower of the two hides the other: a remedy that makes
 the device faster may show no gain because the step then waits for data, and one that feeds it none
-because nothing waited. Such a remedy is tried once more together with what would feed it. Called by
+because nothing waited. Such a remedy is tried once more together with what would feed it. What would come
+after the one that is tried, were it kept or dropped, can be asked before that is known. Called by
 `climb.py`; imports without torch.
 """
 
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from ridgeline.config import RunConfig
+from ridgeline.config import RunConfig, dump_config, load_config
 from ridgeline.doctor.ladder import FOR_GPUS, NO_TIME, NOTHING_TO_DO, TOO_LITTLE, Rung, Untried
 from ridgeline.doctor.remedies.contract import (
     ATTENTION,
@@ -27,6 +31,8 @@ from ridgeline.doctor.remedies.contract import (
     Step,
     seconds,
 )
+from ridgeline.errors import UsageError
+from ridgeline.layout import Layout, check_available, check_layout
 
 LEAST_PREDICTED = 1.001
 """A remedy that does not promise this much is not worth a process."""
@@ -59,6 +65,13 @@ class Waiting:
         what promises nothing."""
         found = _promises(self._remedies.values(), step, config)
         return sorted(found, key=lambda p: (p.gain < LEAST_PREDICTED, p.remedy.slow, -p.gain))
+
+    def copy(self) -> Waiting:
+        """To think further with, while nothing is taken from this one."""
+        other = Waiting(())
+        other._remedies, other._feeding = dict(self._remedies), dict(self._feeding)
+        other._firsts = dict(self._firsts)
+        return other
 
     def take(self, remedy: Remedy) -> None:
         del self._remedies[remedy.name]
@@ -137,6 +150,63 @@ def _pair(first: Remedy, feeding: Remedy, gain: float, reason: str) -> Remedy:
         slow=first.slow or feeding.slow,
         feeds=True,  # which also says that it is no half of another pair
     )
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A state that comes next if those before it go so."""
+
+    name: str
+    """Of the remedy."""
+    config: RunConfig
+    history: tuple[bool, ...]
+    """Whether each that is tried before it is kept, the first one first."""
+
+
+def foresee(waiting: Waiting, step: Parts, config: RunConfig, tried: Promise) -> Iterator[Foreseen]:
+    """What may come after a remedy that is tried on a configuration, sooner states first: for the case that
+    it is kept and gains what it promises, for the case that it is dropped, and so on. `waiting` is
+    without it already. What takes minutes to start is left for its own turn."""
+    cases: deque[tuple[Waiting, Parts, RunConfig, Promise, tuple[bool, ...]]] = deque()
+    cases.extend((waiting, step, config, tried, (kept,)) for kept in (True, False))
+    while cases:
+        waiting, step, config, tried, history = cases.popleft()
+        waiting = waiting.copy()
+        if history[-1]:
+            waiting.note_kept(tried.remedy)
+            step = _expect(step, tried)
+            config = change_config(config, tuple(tried.remedy.change(config)))
+        found = waiting.rank(step, config)
+        if not found or found[0].gain < LEAST_PREDICTED or found[0].remedy.slow:
+            continue
+        then = found[0]
+        waiting.take(then.remedy)
+        try:
+            changed = change_config(config, tuple(then.remedy.change(config)))
+        except UsageError:
+            continue
+        yield Foreseen(then.remedy.name, changed, history)
+        cases.extend((waiting, step, config, then, (*history, kept)) for kept in (True, False))
+
+
+def _expect(step: Parts, promise: Promise) -> Parts:
+    """The step with a remedy that gains what it promises."""
+    step_s = step.step_s / promise.gain
+    saved_s = step.step_s - step_s if promise.remedy.feeds else 0.0
+    data_s = min(max(step.data_s - saved_s, 0.0), step_s)
+    return carry(step, dataclasses.replace(step, step_s=step_s, data_s=data_s))
+
+
+def change_config(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
+    """A configuration with overrides, checked as a recipe is."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_config(config))
+        file.flush()
+        changed = load_config(Path(file.name), overrides).config
+    layout = Layout.parse(changed.layout)
+    for finding in [*check_layout(layout), *check_available(layout)]:
+        raise UsageError(finding.reason)
+    return changed
 
 
 def split_advice(remedies: Mapping[str, Remedy]) -> tuple[list[Remedy], list[Remedy]]:

@@ -4,8 +4,9 @@ Every state runs in a process of its own (`states.py`) from the same seed on the
 is kept when it is faster by more than the noise of the turns and the loss curve stays where the baseline's
 is. At the end the baseline and the last state run side by side once more: a product of gains that were
 each chosen for being large tends to be too large. Compiled code is kept in the climb's folder, so that a
-state that was compiled once starts sooner. An interrupt ends the climb where it is, with what was kept so
-far. Called by `ridgeline doctor --climb`; itself imports without torch.
+state that was compiled once starts sooner, and states start ahead of their turn (`ahead.py`). An interrupt
+ends the climb where it is, with what was kept so far. Called by `ridgeline doctor --climb`; itself imports
+without torch.
 """
 
 from __future__ import annotations
@@ -13,14 +14,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ridgeline.config import RunConfig, dump_config, load_config
-from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting, carry, split_advice
+from ridgeline.config import RunConfig, dump_config
+from ridgeline.doctor.ahead import AT_ONCE_S, ENDS_S, Ahead, num_beside
+from ridgeline.doctor.choice import (
+    LEAST_PREDICTED,
+    Foreseen,
+    Promise,
+    Waiting,
+    carry,
+    change_config,
+    foresee,
+    split_advice,
+)
 from ridgeline.doctor.ladder import (
     NO_TIME,
     Ladder,
@@ -31,8 +41,8 @@ from ridgeline.doctor.ladder import (
     show_rate,
 )
 from ridgeline.doctor.losses import difference, judge_losses
-from ridgeline.doctor.model_look import SCRIPT
-from ridgeline.doctor.race import BeforeFailed, race, spread_of, tell_gain
+from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, SCRIPT, look_at
+from ridgeline.doctor.race import BeforeFailed, build_rung, race, tell_gain
 from ridgeline.doctor.remedies.contract import Remedy, Step
 from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
 from ridgeline.doctor.states import (
@@ -44,7 +54,7 @@ from ridgeline.doctor.states import (
     script_settings,
 )
 from ridgeline.errors import RunError, UsageError
-from ridgeline.layout import Layout, check_available, check_layout
+from ridgeline.layout import Layout
 from ridgeline.train.settings import write_settings
 
 RECIPE, CLIMBED = "recipe.yaml", "climbed.yaml"
@@ -60,10 +70,9 @@ class _Ascent:
     baseline: RunConfig
     kept: Candidate
     effort: Effort
-    start: Start
-    work: Path
     say: Callable[[str], None]
     begun: float
+    ahead: Ahead
     unit: str = ""
     per_step: float = 0.0
     baseline_losses: list[float] = field(default_factory=list)
@@ -85,7 +94,11 @@ class _Ascent:
 
     @property
     def is_late(self) -> bool:
-        return self.spent_s > self.effort.budget_s
+        return self.left_s < 0
+
+    @property
+    def left_s(self) -> float:
+        return self.effort.budget_s - self.spent_s
 
     @property
     def times(self) -> float:
@@ -144,7 +157,7 @@ def climb(
     if Layout.parse_for(config.layout or "dp=1", 1).world_size != 1:
         raise UsageError(f"a climb is on one device, and the layout is {config.layout!r}; use dp=1")
 
-    spares = build_spares(config, out / "states", cache)
+    spares = build_spares(config, out / "states", cache, 1 + effort.num_ahead)
 
     def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
         return Candidate(config, name, folder, effort, cache, spares)
@@ -191,7 +204,9 @@ def climb_script(
         )
         write_settings(script_settings(config), out / CLIMBED, comment)
 
-    return _climb(config, out, start, write, "script", measured, remedies, effort, say)
+    # Two of the same script at once would write the same files.
+    alone = dataclasses.replace(effort, ahead=0)
+    return _climb(config, out, start, write, "script", measured, remedies, alone, say)
 
 
 BASELINE, AGAIN = "baseline", "baseline-again"
@@ -211,11 +226,16 @@ def _climb(
 ) -> Ladder:
     out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
+
+    def start_at(config: RunConfig, name: str) -> Candidate:
+        return start(config, name, out / "states", effort)
+
     try:
-        kept = start(config, BASELINE, out / "states", effort)
+        kept = start_at(config, BASELINE)
     except KeyboardInterrupt:
         raise RunError(TOO_SOON) from None
-    ascent = _Ascent(config, kept, effort, start, out / "states", say, begun)
+    ahead = Ahead(start_at, effort, lambda: ascent.left_s)
+    ascent = _Ascent(config, kept, effort, say, begun, ahead)
     try:
         try:
             _begin(ascent, what)
@@ -230,7 +250,9 @@ def _climb(
         ladder.write(out)
         write(ascent.kept.config, ladder)
     finally:
-        ascent.kept.close(0.5 if ascent.interrupted else 30.0)
+        wait_s = AT_ONCE_S if ascent.interrupted else ENDS_S
+        ahead.close(wait_s)
+        ascent.kept.close(wait_s)
     say("")
     say(show_ladder(ladder))
     return ladder
@@ -256,7 +278,7 @@ def _begin(ascent: _Ascent, what: str) -> None:
         )
     ascent.unit = kept.last["unit"]
     ascent.per_step = kept.last["samples"] * kept.last["units_per_sample"]
-    first = _rung(kept, BASELINE, (), True, f"the {what} as it is")
+    first = build_rung(kept, BASELINE, (), True, f"the {what} as it is")
     rate = ascent.per_step / first.step_s if first.step_s else None
     ascent.add(dataclasses.replace(first, times=1.0, rate=rate))
 
@@ -280,12 +302,13 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
         if ascent.is_late or not found or found[0].gain < LEAST_PREDICTED:
             ascent.untried = waiting.untried(step, config, ascent.spent_s, ascent.next_cost_s)
             return
-        remedy, predicted = found[0].remedy, found[0].gain
+        remedy = found[0].remedy
         waiting.take(remedy)
-        changes = tuple(remedy.change(config))
-        begun = ascent.spent_s
+        begun, changes = ascent.spent_s, tuple(remedy.change(config))
         try:
-            rung, candidate = _try(remedy.name, changes, ascent, predicted)
+            rung, candidate = _try(
+                found[0], changes, ascent, foresee(waiting, step, config, found[0])
+            )
         except BeforeFailed as error:
             ascent.say(f"{error}; the climb ends with what was kept")
             ascent.not_raced = str(error)[:200]
@@ -313,16 +336,15 @@ def _race_whole(ascent: _Ascent) -> None:
     if ascent.is_late:
         ascent.not_raced = NO_TIME
         return
-    again, wait_s = None, 30.0
+    again, wait_s = None, ENDS_S
     try:
-        again = ascent.start(ascent.baseline, AGAIN, ascent.work, ascent.effort)
-        again.check(ascent.effort)
+        again = ascent.ahead.get(ascent.baseline, AGAIN)
         raced = race(again, ascent.kept, ascent.effort)
     except RunError as error:
         ascent.not_raced = str(error)[:200]
         return
     except KeyboardInterrupt:
-        wait_s = 0.5
+        wait_s = AT_ONCE_S
         raise
     finally:
         if again is not None:
@@ -332,92 +354,61 @@ def _race_whole(ascent: _Ascent) -> None:
 
 
 def _try(
-    name: str, changes: tuple[str, ...], ascent: _Ascent, predicted: float
+    tried: Promise, changes: tuple[str, ...], ascent: _Ascent, foreseen: Iterable[Foreseen]
 ) -> tuple[Rung, Candidate | None]:
-    """The rung, and the candidate where it is kept."""
-    effort, kept = ascent.effort, ascent.kept
-    dropped = Rung(name, changes, False, "", predicted)
+    """The rung, and the candidate where it is kept; once more by itself where others may have been the
+    reason that it failed."""
+    dropped = Rung(tried.remedy.name, changes, False, "", tried.gain)
     try:
-        config = change_config(kept.config, changes)
+        config = change_config(ascent.kept.config, changes)
     except UsageError as error:
         return dataclasses.replace(dropped, why=str(error)), None
+    # What measures kernels as it starts is not to do so beside others; the next may have no turn any more.
+    searches = config.tune.search_convolutions and look_at(config).num_conv2d >= MANY_CONVOLUTIONS
+    alone = tried.remedy.slow or searches or ascent.next_cost_s > ascent.left_s
+    number = 0 if alone else num_beside(ascent.kept, ascent.effort)
+    while True:
+        try:
+            rung, candidate = _measure(dropped, config, ascent, foreseen, number)
+        except BeforeFailed:
+            raise
+        except RunError as error:
+            if ascent.ahead.is_to_blame(error):
+                ascent.ahead.close()
+                number = 0
+                continue
+            rung, candidate = dataclasses.replace(dropped, why=f"it failed: {error}"[:200]), None
+        ascent.ahead.note(candidate is not None)
+        return rung, candidate
+
+
+def _measure(
+    tried: Rung, config: RunConfig, ascent: _Ascent, foreseen: Iterable[Foreseen], number: int
+) -> tuple[Rung, Candidate | None]:
+    effort, kept = ascent.effort, ascent.kept
+    name, changes, predicted = tried.name, tried.overrides, tried.predicted
     place = f"{len(ascent.rungs):02}-{name.replace(' ', '-')}"
-    candidate, keep, wait_s = None, False, 30.0
+    candidate, keep, wait_s = None, False, ENDS_S
     try:
-        candidate = ascent.start(config, place, ascent.work, effort)
-        candidate.check(effort)
+        candidate = ascent.ahead.get(config, place, foreseen, number)
         losses, baseline = candidate.losses, ascent.baseline_losses
         apart = difference(losses[: effort.check_steps], baseline)
         problem = judge_losses(losses, baseline, effort)
         if problem:
-            return _rung(candidate, name, changes, False, problem, predicted, apart), None
+            return build_rung(candidate, name, changes, False, problem, predicted, apart), None
+        ascent.ahead.settle()
         raced = race(kept, candidate, effort)
         gain, noise = raced.gain, raced.noise(effort.least_gain)
         keep = gain > 1 + noise
-        rung = _rung(candidate, name, changes, keep, tell_gain(gain, noise), predicted, apart)
-        before_s, step_s = raced.middle_s
-        rung = dataclasses.replace(
-            rung,
-            gain=gain,
-            noise=noise,
-            before_s=before_s,
-            step_s=step_s,
-            before_turns_s=raced.before_s,
-        )
-        return rung, candidate if keep else None
-    except BeforeFailed:
-        raise
-    except RunError as error:
-        return dataclasses.replace(dropped, why=f"it failed: {error}"[:200]), None
+        why = tell_gain(gain, noise)
+        rung = build_rung(candidate, name, changes, keep, why, predicted, apart, raced)
+        return dataclasses.replace(rung, noise=noise), candidate if keep else None
     except KeyboardInterrupt:
-        keep, wait_s = False, 0.5
+        keep, wait_s = False, AT_ONCE_S
         raise
     finally:
         if candidate is not None and not keep:
             candidate.close(wait_s)
-
-
-def change_config(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
-    """A configuration with overrides, checked as a recipe is."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(dump_config(config))
-        file.flush()
-        changed = load_config(Path(file.name), overrides).config
-    layout = Layout.parse(changed.layout)
-    for finding in [*check_layout(layout), *check_available(layout)]:
-        raise UsageError(finding.reason)
-    return changed
-
-
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _rung(
-    state: Candidate,
-    name: str,
-    overrides: tuple[str, ...],
-    kept: bool,
-    why: str,
-    predicted: float | None = None,
-    loss_difference: float | None = None,
-) -> Rung:
-    """What a state's own process says of it."""
-    return Rung(
-        name,
-        overrides,
-        kept,
-        why,
-        predicted,
-        step_s=statistics.median_low(state.turns) if state.turns else None,
-        peak_bytes=state.peak_bytes or None,
-        # A curve that is not finite is told in words; JSON has no number for it.
-        loss_difference=finite(loss_difference),
-        tenth_step_s=state.tenth_step_s,
-        turns_s=tuple(state.turns),
-        spread=spread_of(state.turns),
-        data_share=statistics.median(state.waits) if state.waits else None,
-    )
 
 
 def _line(rung: Rung, unit: str) -> str:

@@ -48,7 +48,7 @@ class Rung:
     loss_difference: float | None = None
     """Of the mean of the last quarter of the losses that were compared, relative to the baseline's."""
     tenth_step_s: float | None = None
-    """From the start of the process to the end of its tenth step."""
+    """From the start of the process to the end of its tenth step; later where others started beside it."""
     turns_s: tuple[float, ...] = ()
     """Seconds a step of each of its own turns."""
     before_turns_s: tuple[float, ...] = ()
@@ -59,6 +59,8 @@ class Rung:
     """Of the last kept state's turn beside the one of `step_s`; `gain` is this over that."""
     data_share: float | None = None
     """Of its step, in which it waited for data: the median of its turns."""
+    beside: int = 0
+    """Other states that started at the same time."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,8 @@ def _notes(ladder: Ladder) -> list[str]:
         f"samples; more than {ladder.loss_bound:.2%} apart is dropped",
     )
     tenth = "10th step: from the start of the state's process to the end of its tenth step"
+    if any(rung.beside and rung.tenth_step_s is not None for rung in ladder.rungs):
+        tenth += "; where several started at once, each took longer than it does alone"
     return [step, *(compared if len(ladder.rungs) > 1 else ()), tenth]
 
 
@@ -263,7 +267,9 @@ def _row(rung: Rung, unit: str) -> tuple[str, ...]:
         "" if rung.rate is None else show_rate(rung.rate, unit),
         text(rung.peak_bytes and rung.peak_bytes / 1e9, "{:.1f} GB"),
         text(rung.loss_difference, "{:+.3%}"),
-        text(rung.tenth_step_s, "{:.1f} s"),
+        text(
+            rung.tenth_step_s, "{:.1f} s" + (f", {rung.beside + 1} at once" if rung.beside else "")
+        ),
         f"{'kept' if rung.kept else 'dropped'}: {rung.why}",
     )
 

@@ -8,12 +8,14 @@ another; the times that are shown beside it are those of these two turns, so tha
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ridgeline.doctor.states import Effort
+from ridgeline.doctor.ladder import Rung
+from ridgeline.doctor.states import Candidate, Effort
 from ridgeline.errors import RunError
 
 
@@ -99,4 +101,40 @@ def tell_gain(gain: float, noise: float) -> str:
         f"faster by {change}, noise {noise:.1%}"
         if gain > 1 + noise
         else f"+{change} is not above the noise of {noise:.1%}"
+    )
+
+
+def build_rung(
+    state: Candidate,
+    name: str,
+    overrides: tuple[str, ...],
+    kept: bool,
+    why: str,
+    predicted: float | None = None,
+    loss_difference: float | None = None,
+    raced: Race | None = None,
+) -> Rung:
+    """What a state's own process says of it, and its race where it had one."""
+    before_s, step_s = raced.middle_s if raced is not None else (None, None)
+    if step_s is None and state.turns:
+        step_s = statistics.median_low(state.turns)
+    # A curve that is not finite is told in words; JSON has no number for it.
+    is_number = loss_difference is not None and math.isfinite(loss_difference)
+    return Rung(
+        name,
+        overrides,
+        kept,
+        why,
+        predicted,
+        gain=raced.gain if raced is not None else None,
+        step_s=step_s,
+        peak_bytes=state.peak_bytes or None,
+        loss_difference=loss_difference if is_number else None,
+        tenth_step_s=state.tenth_step_s,
+        turns_s=tuple(state.turns),
+        before_turns_s=raced.before_s if raced is not None else (),
+        spread=spread_of(state.turns),
+        before_s=before_s,
+        data_share=statistics.median(state.waits) if state.waits else None,
+        beside=state.beside,
     )

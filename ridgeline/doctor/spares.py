@@ -1,9 +1,9 @@
-"""An interpreter ahead: it has imported everything and waits for a recipe while another state starts.
+"""Interpreters ahead: they have imported everything and wait for a recipe while other states start.
 
 Starting Python, torch and a CUDA context takes as long as some tens of steps, and a climb does it for every
-remedy. So one process is always a start ahead. It gets ready while a state compiles, and is waited for
-before anything is timed, so that nobody measures beside it. One that dies is no loss: another is started
-when it is needed. Used by `states.py`; imports without torch.
+remedy. So some processes are always a start ahead. They get ready while a state compiles, and are waited
+for before anything is timed, so that nobody measures beside them. One that dies is no loss: another is
+started when it is needed. Used by `states.py`, from the threads of `ahead.py` too; imports without torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,39 +85,52 @@ def start(variables: Sequence[str], arguments: Sequence[str], log: Path) -> Spar
 
 
 class Spares:
-    """Keeps one process ahead of those that were taken."""
+    """Keeps so many processes ahead of those that were taken."""
 
-    def __init__(self, variables: Sequence[str], arguments: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, variables: Sequence[str], arguments: Sequence[str], log: Path, number: int = 1
+    ) -> None:
         self._call = (tuple(variables), tuple(arguments), log)
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._next: Spare | None = None
+        self._number = number
+        self._next: list[Spare] = []
+        self._lock = threading.Lock()
+        """States that start at the same time prepare and wait at the same time."""
+        self._closed = False
 
     def take(self) -> Spare:
-        """One that is ready: the one that was prepared, or one that is started now."""
+        """One that is ready: the first that was prepared, or one that is started now."""
         self.settle()
-        spare, self._next = self._next or start(*self._call), None
+        with self._lock:
+            spare = self._next.pop(0) if self._next else start(*self._call)
         try:
             spare.wait()
-        except RunError:
+        except BaseException:
             spare.close()
             raise
         return spare
 
     def prepare(self) -> None:
-        """Start the next one."""
-        if self._next is None:
-            self._next = start(*self._call)
+        """Start those that are missing."""
+        with self._lock:
+            while len(self._next) < self._number and not self._closed:
+                self._next.append(start(*self._call))
 
     def settle(self) -> None:
-        """Until the next one is ready and does nothing any more; one that died is forgotten."""
-        if self._next is None:
-            return
-        with contextlib.suppress(RunError):
-            self._next.wait()
-        if self._next.ready_s is None or not self._next.is_alive:
-            self.close()
+        """Until they are ready and do nothing any more; one that died is forgotten."""
+        with self._lock:
+            for spare in list(self._next):
+                with contextlib.suppress(RunError):
+                    spare.wait()
+                if spare.ready_s is None or not spare.is_alive:
+                    self._next.remove(spare)
+                    spare.close()
 
     def close(self) -> None:
-        if self._next is not None:
-            spare, self._next = self._next, None
-            spare.close()
+        """For good. Who waits for one of them meanwhile is told that it ended."""
+        self._closed = True
+        for spare in list(self._next):
+            spare.process.kill()
+        with self._lock:
+            while self._next:
+                self._next.pop().close()

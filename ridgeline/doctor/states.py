@@ -27,6 +27,7 @@ from ridgeline.doctor.remedies.contract import OPTIMIZER, Parts
 from ridgeline.doctor.spares import Spares, start
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import TUNE
+from ridgeline.launch.topology import usable_cpus
 from ridgeline.layout import Layout
 from ridgeline.train.settings import FIELDS, LoaderSettings, Settings, write_settings
 
@@ -53,6 +54,16 @@ class Effort:
     """For one turn, compiling included."""
     budget_s: float = math.inf
     """No further remedy is begun after so long."""
+    ahead: int | None = None
+    """States that start beside the one whose turn it is, for the turns after it; None: by the cores."""
+
+    @property
+    def num_ahead(self) -> int:
+        """On few cores states that start at the same time only take them from each other."""
+        if self.ahead is not None:
+            return self.ahead
+        cores = len(usable_cpus())
+        return 2 if cores >= 8 else 1 if cores >= 4 else 0
 
     def turn_of(self, step_s: float) -> tuple[int, int]:
         """Steps before, and timed steps, of a turn with steps that take so long (0: not known yet).
@@ -76,10 +87,10 @@ def compiler_variables(cache: Path) -> list[str]:
     return [f"TORCHINDUCTOR_CACHE_DIR={cache}", "TORCHINDUCTOR_FX_GRAPH_CACHE=1"]
 
 
-def build_spares(config: RunConfig, folder: Path, cache: Path | None) -> Spares:
-    """For states of a recipe in `folder`."""
+def build_spares(config: RunConfig, folder: Path, cache: Path | None, number: int = 1) -> Spares:
+    """For states of a recipe in `folder`, of which so many start at the same time."""
     variables = compiler_variables(cache_of(folder, cache))
-    return Spares(variables, [*CANDIDATE, "--ready", config.device], folder / "spare.log")
+    return Spares(variables, [*CANDIDATE, "--ready", config.device], folder / "spare.log", number)
 
 
 class Candidate:
@@ -106,6 +117,8 @@ class Candidate:
         self.step_s = 0.0
         """Of the last steps that were timed; 0 before there were any."""
         self.tenth_step_s: float | None = None
+        self.beside = 0
+        """Other states that started at the same time."""
         self.last: dict[str, Any] = {}
         self._log = folder / f"{name}.log"
         self._log.write_text("")
@@ -144,6 +157,9 @@ class Candidate:
 
     def turn(self) -> float:
         """Seconds a step of one turn, which is remembered."""
+        if not self.step_s:
+            # How long a turn will be: not in `check`, where others may be starting beside it.
+            self.run(0, 1)
         self.turns.append(self.run(*self._effort.turn_of(self.step_s)))
         parts = self.parts()
         self.waits.append(parts.data_s / parts.step_s if parts.step_s else 0.0)
@@ -177,7 +193,6 @@ class Candidate:
             self.run(effort.check_steps - first, 0)
         if self._spares is not None:
             self._spares.settle()
-        self.run(0, 1)  # how long a turn will be
 
     def parts(self) -> Parts:
         """The step as its own clock saw it in the last turn."""

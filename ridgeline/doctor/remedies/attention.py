@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.doctor.model_look import look_at
+from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, look_at
 from ridgeline.doctor.remedies.contract import (
     ATTENTION,
     Remedy,
@@ -22,7 +22,9 @@ def _applies(step: Step, config: RunConfig) -> str | None:
     if not on_cuda(step) or not is_narrow(config) or config.tune.attention != "auto":
         return None
     # Without a look at its kernels, a model of blocks without convolutions is taken to have attention.
-    if seconds(step, ATTENTION) or (look_at(config).num_blocks and look_at(config).num_conv2d < 4):
+    if seconds(step, ATTENTION) or (
+        look_at(config).num_blocks and look_at(config).num_conv2d < MANY_CONVOLUTIONS
+    ):
         return "attention runs on the back end that torch takes by itself"
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.doctor.model_look import look_at
+from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, look_at
 from ridgeline.doctor.remedies.contract import (
     CONVOLUTION,
     Remedy,
@@ -20,7 +20,11 @@ def _applies(step: Step, config: RunConfig) -> str | None:
     look = look_at(config)
     if not on_cuda(step) or config.model.channels_last or look.num_other_conv:
         return None
-    if look.num_conv2d < 4 or layout_of(config).precision not in ("bf16", "fp16", "fp8"):
+    if look.num_conv2d < MANY_CONVOLUTIONS or layout_of(config).precision not in (
+        "bf16",
+        "fp16",
+        "fp8",
+    ):
         return None  # a patch embedding alone gains nothing, nor does float32
     return f"{look.num_conv2d} convolutions read their channels from far apart"
 

@@ -8,7 +8,7 @@ blocks, is a remedy of its own after that.
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.doctor.model_look import look_at
+from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, look_at
 from ridgeline.doctor.remedies.contract import (
     Remedy,
     Step,
@@ -35,7 +35,7 @@ def _applies(step: Step, config: RunConfig) -> str | None:
 def _change(config: RunConfig) -> list[str]:
     look = look_at(config)
     # Blocks of a convolutional network have many shapes, and each of them is code of its own.
-    alike = look.num_blocks >= MANY_BLOCKS and look.num_conv2d < 4
+    alike = look.num_blocks >= MANY_BLOCKS and look.num_conv2d < MANY_CONVOLUTIONS
     regional = alike and config.tune.compile_mode == "default"
     return ["layout.compile=true", *(["tune.compile_mode=regional"] if regional else [])]
 

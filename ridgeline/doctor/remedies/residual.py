@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.doctor.model_look import look_at
+from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, look_at
 from ridgeline.doctor.remedies.contract import (
     Remedy,
     Step,
@@ -19,7 +19,7 @@ def _applies(step: Step, config: RunConfig) -> str | None:
     if not on_cuda(step) or not is_narrow(config) or config.tune.residual != "wide":
         return None
     look = look_at(config)
-    if not look.num_blocks or look.num_conv2d >= 4 or layout_of(config).pp > 1:
+    if not look.num_blocks or look.num_conv2d >= MANY_CONVOLUTIONS or layout_of(config).pp > 1:
         return None
     return f"what goes from block to block ({look.num_blocks} of them) is in float32"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ridgeline.config import load_config
-from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting
-from ridgeline.doctor.climb import change_config, climb
+from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting, change_config
+from ridgeline.doctor.climb import climb
 from ridgeline.doctor.ladder import Rung
 from ridgeline.doctor.losses import difference, judge_losses
 from ridgeline.doctor.measured import Measured, Stall

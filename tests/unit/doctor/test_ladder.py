@@ -19,7 +19,7 @@ from ridgeline.doctor.remedies.contract import Parts, Remedy
 from ridgeline.doctor.states import Effort
 from ridgeline.errors import RunError
 
-EFFORT = Effort(rounds=5, steps=10, check_steps=12, clear=float("inf"))
+EFFORT = Effort(rounds=5, steps=10, check_steps=12, clear=float("inf"), ahead=0)
 SETTINGS = [
     "model.name=mlp",
     "model.args={in_features: 16, hidden: 32, out_features: 4}",
@@ -63,7 +63,7 @@ class State:
         self.losses: list[float] = []
         self.turns: list[float] = []
         self.waits: list[float] = []
-        self.peak_bytes, self.tenth_step_s = 2e9, None
+        self.peak_bytes, self.tenth_step_s, self.beside = 2e9, None, 0
         self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1}
         machine.open.append(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -39,9 +40,8 @@ def test_the_next_one_gets_ready_while_the_last_one_works(tmp_path: Path) -> Non
     for spare in (first, second):
         spare.process.communicate("{}\n" if spare is second else None, timeout=60)
     spares.prepare()
-    third = spares._next
+    (third,) = spares._next
     spares.close()
-    assert third is not None
     assert not psutil.pid_exists(third.process.pid)
 
 
@@ -56,8 +56,7 @@ def test_one_that_dies_is_replaced(tmp_path: Path) -> None:
     spares = Spares([], ["-c", WAITS], tmp_path / "spare.log")
     for how in ("before it is ready", "when it is"):
         spares.prepare()
-        lost = spares._next
-        assert lost is not None
+        (lost,) = spares._next
         if how == "when it is":
             lost.wait()
         lost.process.kill()
@@ -71,6 +70,47 @@ def test_one_that_dies_is_replaced(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"ended; see .*spare\.log"):
             taken.give(tmp_path / "recipe.yaml", tmp_path / "log")
         taken.close()
+
+
+def test_several_are_ahead_and_are_prepared_from_several_threads(tmp_path: Path) -> None:
+    spares = Spares([], ["-c", WAITS], tmp_path / "spare.log", 3)
+
+    def work() -> None:
+        spares.prepare()
+        spares.settle()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [spare.ready_s is not None for spare in spares._next] == [True] * 3
+    taken = [spares.take() for _ in range(3)]
+    # At the same time, not one after the other.
+    assert max(s.started for s in taken) < min(s.started + s.wait() for s in taken)
+    assert len({spare.process.pid for spare in taken}) == 3
+    spares.prepare()
+    left = [spare.process.pid for spare in spares._next]
+    assert len(left) == 3
+    spares.close()
+    spares.prepare()  # by a state that is being ended
+    assert spares._next == []
+    assert not any(psutil.pid_exists(pid) for pid in left)
+    for spare in taken:
+        spare.close()
+
+
+def test_an_end_does_not_wait_for_one_that_gets_ready(tmp_path: Path) -> None:
+    sleeps = "import time; time.sleep(60)"
+    spares = Spares([], ["-c", sleeps], tmp_path / "spare.log", 2)
+    spares.prepare()
+    waits = threading.Thread(target=spares.settle)
+    waits.start()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    spares.close()
+    waits.join()
+    assert time.monotonic() - begun < 10.0
 
 
 @pytest.mark.slow
