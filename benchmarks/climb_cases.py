@@ -88,6 +88,9 @@ CASES = {
             "bf16, regional": (*BEST_LM, "tune.weights=bf16", "tune.compile_mode=regional"),
             "fp8 tensors, regional": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional"),
+            "fp8 tensors, regional, graphs": (
+                *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional", "layout.graphs=true"),
+            "bf16, stochastic": (*BEST_LM, "tune.weights=stochastic"),
             "fp8 tensors, regional, tiles": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional", "tune.search_tiles=true"),
             "fp8 tensors, regional, stochastic": (

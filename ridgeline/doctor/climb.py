@@ -31,6 +31,7 @@ from ridgeline.doctor.choice import (
     foresee,
     split_advice,
 )
+from ridgeline.doctor.ending import sigterm_interrupts
 from ridgeline.doctor.ladder import (
     NO_TIME,
     Ladder,
@@ -213,6 +214,7 @@ BASELINE, AGAIN = "baseline", "baseline-again"
 TOO_SOON = "interrupted before the baseline was measured; nothing is kept"
 
 
+@sigterm_interrupts()
 def _climb(
     config: RunConfig,
     out: Path,

@@ -164,7 +164,8 @@ def test_an_interrupt_keeps_what_was_climbed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_1_after_an_interrupt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "time-limit"])
+def test_the_command_ends_with_1_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
@@ -185,7 +186,7 @@ def test_the_command_ends_with_1_after_an_interrupt(tmp_path: Path) -> None:
         if line.startswith("baseline:"):
             break
     time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     assert "interrupted; what was climbed so far is in out" in err
