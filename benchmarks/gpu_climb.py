@@ -113,8 +113,11 @@ def chosen_states(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[tuple[str, ...]]:
     """Each state in turns with the hand-tuned loop; rows of figures."""
+    import torch
+
     from ridgeline.config import dump_config
     from ridgeline.doctor.states import Candidate, Effort
+    from ridgeline.machine.power import Power, PowerWatch, open_gauge
 
     folder = options.folder
     effort = Effort(timeout_s=options.timeout_s, rounds=options.turns, steps=case.steps)
@@ -125,6 +128,8 @@ def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[
     per_step = config.train.batch * case.units_per_sample
     flops = train_flops(config, case.units_per_sample) * config.train.batch
     found: dict[str, Any] = {}
+    drawn: dict[int, list[Power]] = {}
+    gauge = open_gauge(torch.device(options.device))
 
     def begin(name: str, make: Any) -> Any:
         """The loop after ten steps, or None."""
@@ -158,6 +163,7 @@ def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[
             "peak_gb": loop.peak_bytes / 1e9,
             "tenth_step_s": loop.tenth_step_s,
             "losses": loop.losses[-3:],
+            **_power(drawn.get(id(loop), [])),
         }
         say(
             f"{case.name}: {name}: {per_step / median:,.0f} {case.unit}/s, {flops / median / 1e12:.0f} "
@@ -165,11 +171,20 @@ def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[
         )
         results.put(case.name, "hand", found)
 
+    def run(loop: Any) -> float:
+        """Seconds a step of a turn; what the device draws meanwhile is noted."""
+        watch = PowerWatch(gauge)
+        watch.start()
+        seconds = loop.run(2, case.steps)
+        if (power := watch.stop()) is not None:
+            drawn.setdefault(id(loop), []).append(power)
+        return seconds
+
     def race(name: str, loop: Any, hand: Any) -> None:
         turns, ratios = [], []
         for turn in range(options.turns):
             order = (loop, hand) if turn % 2 else (hand, loop)
-            spent = {id(one): one.run(2, case.steps) for one in order if one is not None}
+            spent = {id(one): run(one) for one in order if one is not None}
             turns.append(spent[id(loop)])
             if hand is not None:
                 hand_turns.append(spent[id(hand)])
@@ -198,16 +213,28 @@ def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[
             loop.close()
     if hand is not None:
         if not hand_turns:
-            hand_turns.append(hand.run(2, case.steps))
+            hand_turns.append(run(hand))
         keep("hand-tuned", hand, hand_turns, [])
         hand.close()
     results.put(case.name, "hand", found)
     return [_row(case, name, value) for name, value in found.items()]
 
 
+def _power(turns: list[Any]) -> dict[str, float]:
+    """What the device drew and how fast its clock was, in the middle turn."""
+    if not turns:
+        return {}
+    return {
+        "watts": statistics.median(power.watts for power in turns),
+        "clock_mhz": statistics.median(power.clock_mhz for power in turns),
+        "limit_watts": turns[0].limit_watts,
+        "max_clock_mhz": turns[0].max_clock_mhz,
+    }
+
+
 def _row(case: Case, name: str, f: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in f:
-        return (case.name, name, "failed", *[""] * 6)
+        return (case.name, name, "failed", *[""] * 7)
     return (
         case.name,
         name,
@@ -218,6 +245,7 @@ def _row(case: Case, name: str, f: dict[str, Any]) -> tuple[str, ...]:
         f"{f['spread']:.1%}",
         f"{f['peak_gb']:.1f}",
         f"{f['tenth_step_s']:.0f} s",
+        f"{f['watts']:.0f} W, {f['clock_mhz']:,.0f} MHz" if "watts" in f else "",
     )
 
 
@@ -335,7 +363,7 @@ def run_climb(
     left = options.limit - (time.monotonic() - BEGUN)
     effort = Effort(
         rounds=options.turns, steps=case.steps, check_steps=options.check, timeout_s=options.timeout_s,
-        budget_s=min(options.budget, left), loss_bound=0.005,
+        turn_s=options.turn_s, budget_s=min(options.budget, left), loss_bound=0.005,
     )  # fmt: skip
     config = configure(case, options, *plain)
     cache = options.folder / "compiled"
@@ -368,6 +396,7 @@ def main() -> None:
         "--fp8", default="fp8 tensors", help="the state that text compares with bf16"
     )
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turn-s", type=float, default=3.0, help="climb: how long a turn may be")
     parser.add_argument("--check", type=int, default=16, help="steps of the climb's loss curve")
     parser.add_argument("--samples", type=int, default=96, help="fields in the ViT's file")
     parser.add_argument(
@@ -406,6 +435,7 @@ def main() -> None:
                     rows += run_hand(case, options, results)
     head = (
         "model", "loop", "rate", "TFLOP/s", "x hand", "step ms", "spread", "peak GB", "10th step",
+        "power",
     )  # fmt: skip
     if rows:
         print_table(head, rows)

@@ -31,6 +31,9 @@ class Look:
     num_blocks: int = 0
     num_block_linears: int = 0
     """Linear layers of the repeated blocks whose sides are multiples of 16."""
+    block_side: float = 0.0
+    """Of them, inputs times outputs over inputs plus outputs, weighted by FLOPs: what a product computes for
+    each number that goes into it or comes out; 0 where it is not known."""
     num_odd_linears: int = 0
     """Large linear layers with a side that is no multiple of 64."""
     num_outputs: int = 0
@@ -80,6 +83,7 @@ def look_of(model: nn.Module) -> Look:
         num_other_conv=sum(isinstance(m, (nn.Conv1d, nn.Conv3d)) for m in modules),
         num_blocks=len(blocks),
         num_block_linears=sum(not (m.in_features % 16 or m.out_features % 16) for m in inside),
+        block_side=_mean_side(inside),
         num_odd_linears=sum(
             min(m.in_features, m.out_features) >= 64
             and bool(m.in_features % 64 or m.out_features % 64)
@@ -91,6 +95,12 @@ def look_of(model: nn.Module) -> Look:
         num_conv_kernels=sum(has_conv_kernel(m) for m in modules),
         num_siblings=sum(_num_siblings(m) for block in blocks for m in block.modules()),
     )
+
+
+def _mean_side(linears: list[nn.Linear]) -> float:
+    sides = [(m.in_features, m.out_features) for m in linears]
+    total = sum(a * b for a, b in sides)
+    return sum((a * b) ** 2 / (a + b) for a, b in sides) / total if total else 0.0
 
 
 def _num_siblings(module: nn.Module) -> int:

@@ -203,7 +203,7 @@ def test_what_takes_minutes_to_start_comes_after_the_rest() -> None:
 
 def test_fp8_waits_for_the_compiler() -> None:
     step = Parts(step_s=0.1, device_kind="cuda")
-    llama = [*SETTINGS[3:], "model.name=llama", "model.args={size: 5m}", "data.source=synthetic"]
+    llama = [*SETTINGS[3:], "model.name=llama", "model.args={size: 1.3b}", "data.source=synthetic"]
     plain, compiled = (
         load_config(None, [*llama, f"layout=precision=bf16,compile={c}"]).config
         for c in ("false", "true")
@@ -213,6 +213,11 @@ def test_fp8_waits_for_the_compiler() -> None:
     (only,) = waiting.rank(step, compiled)
     assert only.remedy.name == "fp8"
     assert only.gain > waiting.rank(step, plain)[0].gain
+    narrow = load_config(
+        None, [*llama, "model.args={size: 5m}", f"layout={compiled.layout}"]
+    ).config
+    (little,) = waiting.rank(step, narrow)
+    assert little.gain < LEAST_PREDICTED  # casts of layers so narrow take more than products save
 
 
 def test_graphs_promise_something_on_every_compiled_step() -> None:
