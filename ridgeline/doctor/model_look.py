@@ -32,7 +32,7 @@ class Look:
     num_block_linears: int = 0
     """Linear layers of the repeated blocks whose sides are multiples of 16."""
     block_side: float = 0.0
-    """Of them, inputs times outputs over inputs plus outputs, weighted by FLOPs: what a product computes for
+    """Of them, inputs times outputs over inputs plus outputs, by FLOPs: what a product computes for
     each number that goes into it or comes out; 0 where it is not known."""
     num_odd_linears: int = 0
     """Large linear layers with a side that is no multiple of 64."""
