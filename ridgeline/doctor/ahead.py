@@ -124,6 +124,22 @@ class Ahead:
                 self._early.remove(early)
                 early.close(ENDS_S)
 
+    def make_room(self, kept: Candidate, tried: Candidate) -> None:
+        """Close those for whom there is no memory while these two are raced: some hold as much while they
+        wait as at their peak."""
+        capacity = kept.last.get("capacity_bytes", 0.0)
+        while capacity and self._early:
+            waiting = [early.state for early in self._early]
+            resting = sum(_rest_bytes(state) for state in (kept, tried, *waiting))
+            if resting + MORE * max(kept.peak_bytes, tried.peak_bytes) <= FULL * capacity:
+                return
+            self._early.pop().close(ENDS_S)
+
+    @property
+    def was_early(self) -> bool:
+        """Whether the state whose turn it is started ahead, so that its start took no time of its own."""
+        return self._was_early
+
     def note(self, kept: bool) -> None:
         """How the turn of the last state went; those for the other case are closed."""
         for early in list(self._early):
@@ -149,6 +165,12 @@ def num_beside(kept: Candidate, effort: Effort) -> int:
     capacity = kept.last.get("capacity_bytes", 0.0)
     if not capacity:
         return effort.num_ahead
-    rest = kept.last.get("rest_bytes", kept.peak_bytes) + PROCESS_BYTES
     each = MORE * kept.peak_bytes + PROCESS_BYTES
-    return max(0, min(effort.num_ahead, int((FULL * capacity - rest) // each) - 1))
+    room = FULL * capacity - _rest_bytes(kept)
+    return max(0, min(effort.num_ahead, int(room // each) - 1))
+
+
+def _rest_bytes(state: Candidate) -> float:
+    """What a state holds of the device while it waits."""
+    held: float = state.last.get("rest_bytes", state.peak_bytes)
+    return held + PROCESS_BYTES

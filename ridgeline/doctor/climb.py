@@ -318,7 +318,7 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
             ascent.say(f"{error}; the climb ends with what was kept")
             ascent.not_raced = str(error)[:200]
             return
-        if rung.gain is not None:
+        if rung.gain is not None and not ascent.ahead.was_early:
             ascent.costs_s.append(ascent.spent_s - begun)
         if candidate is None and waiting.note_dropped(remedy, rung, step, config) is not None:
             why = f"{rung.why}; {rung.data_share:.0%} of its step waits for data"
@@ -402,6 +402,7 @@ def _measure(
         if problem:
             return build_rung(candidate, name, changes, False, problem, predicted, apart), None
         ascent.ahead.settle()
+        ascent.ahead.make_room(kept, candidate)
         raced = race(kept, candidate, effort)
         gain, noise = raced.gain, raced.noise(effort.least_gain)
         keep = gain > 1 + noise

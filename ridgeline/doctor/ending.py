@@ -14,7 +14,7 @@ from types import FrameType
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """The first SIGTERM inside is an interrupt; further ones wait until all is written."""
+    """The first SIGTERM inside is an interrupt; further ones change nothing while all is written."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python hands signals to the main thread only
         return
@@ -27,4 +27,4 @@ def sigterm_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

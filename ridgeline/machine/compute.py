@@ -236,12 +236,14 @@ def measure_sustained(
         work, _ = _build(Shape(best.kind, best.shape), precision, device)
         assert work is not None
         count = max(1, round(seconds / 2 / best.seconds))
+        watch = PowerWatch(gauge)
         with _mode(precision, device):
             time_many(work, count, device)
-            watch = PowerWatch(gauge)
             watch.start()
-            spent_s = time_many(work, count, device)
-        drawn = watch.stop()
+            try:
+                spent_s = time_many(work, count, device)
+            finally:
+                drawn = watch.stop()
         if drawn is not None:
             found[precision] = Sustained(
                 best.flops / spent_s, drawn.watts, drawn.clock_mhz, best.shape

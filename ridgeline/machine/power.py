@@ -18,6 +18,8 @@ from typing import Any, Protocol
 EVERY_S = 0.05
 FEWEST = 4
 """Samples below which nothing is said."""
+COUNTER_S = 1.0
+"""The counter of energy goes on in steps, which are long for less than this."""
 
 _SM_CLOCK = 1
 _POWER_CAP, _POWER_BRAKE = 0x04, 0x80
@@ -146,13 +148,15 @@ class PowerWatch:
             return None
         seconds, joules = time.perf_counter() - self._begun, self._gauge.joules()
         self._over.set()
-        self._thread.join()
-        self._thread = None
+        self._thread.join(1.0)
+        hangs, self._thread = self._thread.is_alive(), None
+        if hangs:  # a driver that does not answer
+            return None
         rows = self._readings
         if len(rows) < FEWEST:
             return None
         watts = statistics.fmean(row.watts for row in rows)
-        if joules is not None and self._joules is not None and joules > self._joules:
+        if joules is not None and self._joules is not None and seconds > COUNTER_S:
             watts = (joules - self._joules) / seconds
         return Power(
             watts=watts,

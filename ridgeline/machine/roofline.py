@@ -134,8 +134,11 @@ def compute_from_dict(values: Mapping[str, Any]) -> ComputeFacts:
     names = {f.name for f in dataclasses.fields(Product)}
     rows = [{k: v for k, v in row.items() if k in names} for row in kept.get("products", ())]
     kept["products"] = tuple(Product(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+    fields = {f.name for f in dataclasses.fields(Sustained)}
     kept["sustained"] = {
-        name: Sustained(**{**row, "shape": tuple(row["shape"])})
+        name: Sustained(
+            **{**{k: v for k, v in row.items() if k in fields}, "shape": tuple(row["shape"])}
+        )
         for name, row in kept.get("sustained", {}).items()
     }
     kept["notes"] = tuple(kept.get("notes", ()))

@@ -251,29 +251,60 @@ class _Tripled(torch.autograd.Function):
         return grad * 3.0
 
 
+def _count(module: nn.Module, gave: Any, took: Any) -> None:
+    module.fired = getattr(module, "fired", 0) + 1
+
+
+def _double(grad: Tensor) -> None:
+    grad.mul_(2.0)
+
+
 class Watched(nn.Module):
-    """Looks at gradients on their way: hooks on activations and on a module, a function of its own."""
+    """Looks at gradients on their way: hooks on activations and on modules, a function of its own, and
+    gradients inside forward. Each counts what it sees as much as the others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(24, 48)
         self.down = nn.Linear(48, 24)
+        self.act = nn.GELU()
+        self.qkv = nn.Linear(24, 72)
         self.out = nn.Linear(24, 5)
         self.down.register_full_backward_hook(lambda module, gave, took: (gave[0] * 0.5,))
+        self.act.register_backward_hook(_count)
+        self.seen: Counter[str] = Counter()
+
+    def note(self, what: str) -> None:
+        self.seen[what] += 1
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.gelu(self.up(x))
+        b, t, d = x.shape
+        h = self.act(self.up(x))
         both = h * 2.0  # a use before the hook is there
-        if h.requires_grad:
+        watches = h.requires_grad and torch.is_grad_enabled()
+        if watches:
             h.register_hook(lambda grad: grad * 1.25)
+            h.grad_fn.register_hook(lambda gave, took: self.note("node"))
+            torch.autograd.graph.register_multi_grad_hook([both], lambda grads: self.note("several"))
+            energy = (h * h * both).sum()
+            (force,) = torch.autograd.grad(energy, h, retain_graph=True)
+            both = both + force.detach()
+        else:
+            both = both + (h * both * 2 + h * h * 2).detach() * 1.25
         x = x + self.down(both + h)
-        x.register_hook(lambda grad: None) if x.requires_grad else None
-        x = _Tripled.apply(x)
+        qkv = self.qkv(x)  # cut in three runs
+        flat = (x * 1.0).view(b * t, d)  # and along a sequence, in as many runs as samples
+        if watches:
+            qkv.register_hook(lambda grad: grad.clamp(-1e9, 1e9) * 0.75)
+            flat.register_hook(_double)
+        q, k, v = (y.view(b, t, 4, 6).transpose(1, 2) for y in qkv.chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d)
+        x = _Tripled.apply(y + flat.sin().view(b, t, d))
         return self.out(x * x).mean(1)
 
 
 def watched() -> tuple[nn.Module, str, Tensor, Tensor]:
-    inputs = torch.randn(3, 7, 24, dtype=torch.float64)
+    inputs = torch.randn(3, 8, 24, dtype=torch.float64)
     return Watched(), "classify", inputs, torch.randint(0, 5, (3,))
 
 
@@ -343,6 +374,10 @@ def compare(name: str, cp: int, tp: int, *streams: bool) -> list[dict[str, float
             worst["output"] = relative(main_output(objective.model(inputs)), output)
         if input_gradient is not None:
             worst["input"] = relative(inputs.grad, input_gradient)
+        if isinstance(model, Watched):
+            assert objective.model.seen == alone.model.seen
+            assert {"node", "several"} == set(alone.model.seen)
+            assert objective.model.act.fired == alone.model.act.fired
         for key, parameter in objective.named_parameters():
             gradient = parameter.grad
             assert gradient is not None, key
@@ -801,30 +836,56 @@ def test_autocast(ranks: Any) -> None:
 # The plan
 
 
-def retained(tp: int) -> float:
-    """Of an activation's gradient that the model keeps, how far it is from one process's."""
+class Keeps(Watched):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.tanh(self.up(x))
+        if self.kept.requires_grad:
+            self.kept.retain_grad()
+            self.kept.retain_grad()  # once is enough
+            assert self.kept.retains_grad
+        return self.out(self.down(self.kept)).mean(1)
 
-    class Keeps(Watched):
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = torch.tanh(self.up(x))
-            if self.seen.requires_grad:
-                self.seen.retain_grad()
-            return self.out(self.down(self.seen)).mean(1)
 
+def keeping(tp: int) -> tuple[Objective, Objective, Tensor, Tensor]:
+    """One process's and the split model, with what goes into them."""
     torch.manual_seed(3)
     model, inputs = Keeps().double(), torch.randn(3, 7, 24, dtype=torch.float64)
     targets = torch.randint(0, 5, (3,))
     alone = Objective(copy.deepcopy(model), TASKS["classify"].loss)
-    alone(inputs, targets).backward()
     plan = plan_tensor(Objective(model, TASKS["classify"].loss), tp, (inputs, targets))
     objective = Objective(model, TASKS["classify"].loss)
     apply_tensor(objective, mesh(1, tp), False, plan)
-    objective(inputs, targets).backward()
-    return relative(model.seen.grad.full_tensor(), alone.model.seen.grad)
+    return alone, objective, inputs, targets
+
+
+def retained(tp: int) -> float:
+    """Of an activation's gradient that the model keeps, how far it is from one process's; two passes add up."""
+    alone, objective, inputs, targets = keeping(tp)
+    for one in (alone, objective):
+        loss = one(inputs, targets)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return relative(objective.model.kept.grad.full_tensor(), alone.model.kept.grad)
 
 
 def test_a_kept_gradient_is_that_of_one_process(ranks: Any) -> None:
     assert max(ranks(2, retained, 2)) <= BOUND
+
+
+def differentiated_twice(tp: int) -> str:
+    _, objective, inputs, targets = keeping(tp)
+    loss = objective(inputs.requires_grad_(), targets)
+    (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    try:
+        gradient.square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_second_derivatives_are_refused_and_not_wrong(ranks: Any) -> None:
+    for said in ranks(2, differentiated_twice, 2):
+        assert "differentiate twice" in said
 
 
 class Tied(nn.Module):

@@ -44,6 +44,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("cli_jobs", "cli_network", "cli_validate"),
     ("cli_checkpoint", "cli_data", "cli_doctor", "cli_launch", "cli_machine", "cli_plan"),
     ("cli",),
+    ("__main__",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 
@@ -82,6 +83,7 @@ TORCH_FREE = (
     "ridgeline.machine.roofline",
     "ridgeline.machine.link_show",
     "ridgeline.machine.groups",
+    "ridgeline.machine.power",
     "ridgeline.machine.room",
     "ridgeline.cli_shared",
     "ridgeline.cli_checkpoint",

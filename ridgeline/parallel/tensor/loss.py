@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ridgeline.parallel.tensor.move import enter
@@ -116,6 +117,7 @@ class _Loss(torch.autograd.Function):
         return torch.where(valid, loss, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         softmax, index, mine, valid = ctx.saved_tensors
         d_logits = softmax - ctx.smoothing / ctx.num_classes if ctx.smoothing else softmax.clone()

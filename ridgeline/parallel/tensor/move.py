@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -48,7 +49,8 @@ def enter(
         local = local.detach()
         made = _build(local, mesh, placements, shape)
     if grads is None or grads == kept:
-        made.__dict__["_own"] = local, made.grad_fn
+        with torch._C.DisableTorchFunction():
+            made.__dict__["_own"] = local, made.grad_fn
     return made  # type: ignore[no-any-return]
 
 
@@ -56,9 +58,11 @@ def own_of(x: DTensor) -> Tensor | None:
     """The local tensor that `x` was made of, where its gradient is the local part of `x`'s: not when a
     function of somebody's own has given `x` another history since."""
     own, made_by = x.__dict__.get("_own", (None, None))
-    if own is None or x.grad_fn is not made_by or x.requires_grad != own.requires_grad:
+    if own is None:
         return None
-    return own  # type: ignore[no-any-return]
+    with torch._C.DisableTorchFunction():
+        is_same = x.grad_fn is made_by and x.requires_grad == own.requires_grad
+    return own if is_same else None
 
 
 def redistribute(x: DTensor, placements: Placements) -> DTensor:
@@ -120,6 +124,7 @@ class _Leave(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
         whole = _build(grad.contiguous(), ctx.mesh, ctx.grads, ctx.shape)
         return redistribute(whole, plain_gradient(ctx.placements)), None, None
@@ -139,6 +144,7 @@ class _Enter(torch.autograd.Function):
         return _build(local.view_as(local), mesh, placements, shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None, None, None]:
         return local_of(redistribute(grad, ctx.grads)), None, None, None, None
 

@@ -73,7 +73,6 @@ NATIVE = frozenset(
     device_mesh is_tensor is_inference retains_grad output_nr _version _base is_pinned
     register_post_accumulate_grad_hook __set__ _is_view __delete__""")
 )
-WATCHES = frozenset(("register_hook", "retain_grad"))
 CREATE = frozenset(("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
 TO_PYTHON = frozenset(
     _words("""item tolist numpy __bool__ __int__ __float__ __index__ __contains__ allclose equal is_nonzero

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from ridgeline.errors import UsageError
 from ridgeline.parallel.fallbacks import Fallbacks
-from ridgeline.parallel.tensor import table
+from ridgeline.parallel.tensor import table, watch
 from ridgeline.parallel.tensor.attention import attend
 from ridgeline.parallel.tensor.move import (
     Placements,
@@ -323,8 +323,11 @@ class GlobalView(TorchFunctionMode):
         if not _has_dtensor(args) and not _has_dtensor(kwargs.values()):
             return func(*args, **kwargs)
         name = table.name_of(func)
-        if name in table.WATCHES and isinstance(args[0], DTensor):
-            return self._watch(name, func, *args, **kwargs)
+        if name in watch.NAMES and isinstance(args[0], DTensor):
+            with torch._C.DisableTorchFunction():
+                return watch.watch(self, name, func, *args, **kwargs)
+        if func is torch.autograd.grad:
+            return watch.gradients(self, *args, **kwargs)
         if name in table.NATIVE:
             return func(*args, **kwargs)
         if name in table.CREATE:
@@ -344,25 +347,6 @@ class GlobalView(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         return self._whole_call(name, func, args, kwargs)
-
-    @_quietly
-    def _watch(self, name: str, func: Any, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-        """A hook on the gradient of `x`, where that passes: at the local tensor that `x` was made of."""
-        own = own_of(x)
-        if own is None or not own.requires_grad:
-            return func(x, *args, **kwargs)
-        shape, places, runs = x.shape, plain_gradient(x.placements), self.runs(x)
-        if name == "retain_grad":
-            hook = functools.partial(_keep_gradient, weakref.ref(x))
-        else:
-            hook = args[0] if args else kwargs["hook"]
-
-        def on_local(grad: Tensor) -> Tensor | None:
-            changed = hook(self.mark_runs(enter(grad, self.mesh, places, shape), runs))
-            return None if changed is None else self.local(changed, places, places, runs)
-
-        handle = own.register_hook(on_local)
-        return None if name == "retain_grad" else handle
 
     def _whole_call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """The function on whole arguments, on every rank."""
@@ -414,11 +398,6 @@ class GlobalView(TorchFunctionMode):
             new = self._call("to", Tensor.to, (new, x.dtype), {})
         torch.utils.swap_tensors(x, new)
         return x
-
-
-def _keep_gradient(of: weakref.ref[DTensor], gradient: DTensor) -> None:
-    if (held := of()) is not None:
-        held.grad = gradient
 
 
 def _has_dtensor(values: Any) -> bool:

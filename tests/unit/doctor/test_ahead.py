@@ -63,6 +63,8 @@ class Machine:
         self.open_in_turn: dict[str, set[str]] = {}
         """Those that were there in the first turn of a state."""
         self.memory: dict[str, float] = {}
+        self.rests: Callable[[str], float] = lambda name: 0.0
+        """What a state holds of it while it waits, where that is not what all do."""
 
     def state(self, config: RunConfig, name: str, *_: object) -> State:
         if self.does_not_start(name):
@@ -80,6 +82,8 @@ class State:
         self.waits: list[float] = []
         self.peak_bytes, self.tenth_step_s, self.beside = 2e9, None, 0
         self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1, **machine.memory}
+        if machine.memory and machine.rests(name):
+            self.last["rest_bytes"] = machine.rests(name)
         self.ended = threading.Event()
         machine.starts.append(name)
         machine.open_at[name] = list(machine.open)
@@ -374,6 +378,32 @@ def test_no_more_start_than_the_device_has_room_for(tmp_path: Path, machine: Mac
     machine.memory = {"capacity_bytes": 1.5 * peak, "rest_bytes": 0.5e9}
     ladder, _ = go(tmp_path / "none", 2)
     assert not any(rung.beside for rung in ladder.rungs)
+
+
+def test_those_that_rest_at_their_peak_make_room_for_the_race(
+    tmp_path: Path, machine: Machine
+) -> None:
+    """As captured graphs do: all could start, but not wait while others are at their peaks."""
+    machine.memory = {"capacity_bytes": 15e9, "rest_bytes": 0.0}
+    assert go(tmp_path / "light", 2)[0].rungs[2].beside == 2
+    waited = machine.open_in_turn["01-two-threads"]
+    assert len(waited) == 4
+    machine.starts.clear()
+    machine.open_in_turn.clear()
+    machine.rests = lambda name: 4e9 if "-dropped-" in name or "-kept-" in name else 0.0
+    go(tmp_path / "heavy", 2)
+    assert len(machine.open_in_turn["01-two-threads"]) == 3
+
+
+def test_a_remedy_that_started_ahead_does_not_count_for_what_one_takes(
+    tmp_path: Path, machine: Machine
+) -> None:
+    """Its start was in another's turn: the budgets of those that are left would be too small."""
+    left = dataclasses.replace(CLIP, slow=True)
+    ladder, _ = go(tmp_path, 2, table(THREADS, READING, left), rounds=5, budget_s=4 * STARTS_S)
+    (untried,) = [one for one in ladder.untried if one.name == "clip"]
+    assert untried.budget_s is not None
+    assert untried.budget_s - ladder.spent_s >= STARTS_S + 2 * 5 * TURN_S
 
 
 def test_what_searches_for_convolutions_starts_alone(
