@@ -211,7 +211,6 @@ def climb_script(
 
 
 BASELINE, AGAIN = "baseline", "baseline-again"
-FIRST_TURNS = 2
 TOO_SOON = "interrupted before the baseline was measured; nothing is kept"
 
 
@@ -262,19 +261,17 @@ def _climb(
 
 
 def _begin(ascent: _Ascent, what: str) -> None:
-    """The state that everything is compared with: its losses, and how long it takes for now; it has further
-    turns beside the first remedy."""
+    """The state that everything is compared with: its losses, and turns enough to know their spread."""
     kept, effort = ascent.kept, ascent.effort
     try:
         kept.check(effort)
         checked_s = ascent.spent_s
-        for _ in range(FIRST_TURNS):
+        for _ in range(effort.rounds):
             kept.turn()
     except RunError as error:
         raise_as_usage(error)
         raise RunError(f"the {what} does not run as it is: {error}") from error
-    turn_s = (ascent.spent_s - checked_s) / FIRST_TURNS
-    ascent.baseline_cost_s = checked_s + 2 * effort.rounds * turn_s
+    ascent.baseline_cost_s = checked_s + 2 * (ascent.spent_s - checked_s)
     ascent.baseline_losses = kept.losses[: effort.check_steps]
     if len(ascent.baseline_losses) < effort.check_steps:
         raise UsageError(
