@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 DEFAULT_TIMES = 3
 """Restarts where there is a checkpoint to go on from and nobody said how many."""
+_QUEUED_IN_A_ROW = 5
+"""How often a job goes back into the queue without a step in between. A scheduler takes minutes to see that
+a node is gone, and may give a job the same one again."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,13 @@ def why_give_up(history: Sequence[Failed], times: int | None) -> str | None:
     return None
 
 
-def why_elsewhere(history: Sequence[Failed]) -> str:
+def why_elsewhere(history: Sequence[Failed], times_before: int = 0) -> str:
     """What was said of a node that is gone, when steps were done before: the same work has a chance on
-    other nodes. Empty: it has none that is known of, and a queue would only start it over and over."""
-    worked = any(failed.step is not None for failed in history)
+    other nodes. Empty: it has none that is known of, and a queue would only start it over and over.
+    `times_before` is how often the job went back for that since its last step."""
+    worked = times_before > 0 or any(failed.step is not None for failed in history)
     told = [failed.node_gone for failed in history if failed.node_gone]
-    return told[0] if worked and told else ""
+    return told[0] if worked and told and times_before < _QUEUED_IN_A_ROW else ""
 
 
 def count_restarts(history: Sequence[Failed]) -> int:

@@ -29,7 +29,8 @@ from ridgeline.layout import Layout
 from ridgeline.rundir import CHECKPOINTS, LOGS, RunDir
 
 _SAME_S = 1.0
-"""Signals within this time of each other are one request; see `train/signals.py`."""
+"""Signals to the launcher itself within this time of each other are one request; what it forwards may
+reach ranks later, see `train/signals.py`."""
 _LOOK_S = 0.1
 
 
@@ -200,7 +201,9 @@ class _Job:
         reason = why_give_up(self._history, self._config.restart.times)
         # On other devices, what failed twice in one place has a chance again.
         if reason is not None and (fewer is None or not reason):
-            if self._limits.requeue and (gone := why_elsewhere(self._history)):
+            if self._limits.requeue and (
+                gone := why_elsewhere(self._history, self._times_queued())
+            ):
                 self._run.add_event("stopped", cause=gone, step=None)
                 raise Requeue(f"{gone}; the job is to go on with other nodes") from None
             raise RunError(f"{error}\n  given up: {reason}" if reason else str(error)) from None
@@ -234,6 +237,15 @@ class _Job:
         self._now, self._good = self._layout, list(range(self._layout.world_size))
         self._run.add_event("restart", cause="regrow", rank=None, layout=str(self._layout))
         print(f"regrow: going on with {self._layout.world_size} ranks again", flush=True)
+
+    def _times_queued(self) -> int:
+        """How often in a row, with no step in between, a node that was gone sent this run back into the
+        queue; of earlier starts of the job, so read from its record."""
+        stepped = max((record.time for record in self._run.steps()), default=0.0)
+        events = self._run.events()
+        return sum(
+            e.event == "stopped" and "cause" in e.details and e.time > stepped for e in events
+        )
 
     def _last_step(self, began: float) -> int | None:
         """The last step on record of this attempt, when no rank lived to tell."""

@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from ridgeline.errors import Requeue
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-SAME_S = 1.0
+SAME_S = 5.0
 """A scheduler signals every process of a job, and a launcher that got it forwards it: what arrives
-within this time of the first is the same request."""
+within this time of the first is the same request. On a busy node, or from another one, that takes seconds;
+a launcher that is really asked twice ends its ranks itself."""
+_JOIN_S = 1.0
 
 
 class Requests:
@@ -75,7 +77,7 @@ def listening(
         for number, handler in before.items():
             signal.signal(number, handler)
         os.close(write_end)  # ends the thread
-        thread.join(SAME_S)
+        thread.join(_JOIN_S)
 
 
 def _listen(read_end: int, other: int, requests: Requests, orphaned: Callable[[], None]) -> None:

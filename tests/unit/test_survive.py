@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import doctest
 import json
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from ridgeline.launch.fit import fit_layout
 from ridgeline.launch.restart import Failed, bad_slot, why_elsewhere, why_give_up
 from ridgeline.layout import Layout
 from ridgeline.rundir import RunDir
+from ridgeline.train import signals
 from ridgeline.train.hang import Account, main_thread, table, tell
 from ridgeline.train.pulse import RankPace
 from ridgeline.train.stragglers import WINDOW, Stragglers, find_stragglers
@@ -181,3 +184,25 @@ def test_only_work_that_got_on_is_worth_other_nodes() -> None:
     assert why_elsewhere([lost, refused, refused]) == gone
     assert why_elsewhere([refused, refused]) == ""
     assert why_elsewhere([other, other]) == ""
+
+
+def test_a_queue_that_gives_the_same_dead_node_again_is_asked_a_few_times_more() -> None:
+    """Schedulers take minutes to see that a node is gone."""
+    said = "1 of 2 ranks were started (nothing was heard from node2)"
+    refused = Failed(rank=1, slot=1, step=None, checkpoint="step-20", node_gone=said)
+    assert [why_elsewhere([refused], times) for times in range(7)] == ["", *[said] * 4, "", ""]
+
+
+def test_a_forwarded_signal_that_comes_late_is_the_same_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy launcher passes on what the rank has heard from the scheduler itself."""
+    clock, ended = SimpleNamespace(now=100.0), []
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(signals, "os", SimpleNamespace(_exit=ended.append))
+    requests = signals.Requests()
+    for later, exits in ((0.0, []), (2.5, []), (2.0, []), (1.0, [75])):
+        clock.now += later
+        requests.hear(signal.SIGTERM, lambda: None)
+        assert requests.stop == "SIGTERM"
+        assert ended == exits

@@ -136,6 +136,12 @@ def test_a_node_that_loses_power_is_named_and_the_job_goes_on_after_it(
     said = (run / "job.out").read_text()
     assert "host node2 (rank 1) did not answer for 4 s" in said
     assert f"job {job} goes back into the queue" in said
+    # Slurm has not seen it yet and gives the job the same node again, or sees it and lets the job wait.
+    cluster.wait_until(
+        job,
+        "a second start, or Slurm to see it",
+        lambda: cluster.show(job)["Restarts"] == "2" or "down" in cluster.node_states()["node2"],
+    )
     cluster.up("node2")
     cluster.wait_for(job, "COMPLETED")
     assert len(losses(run)) == 100
