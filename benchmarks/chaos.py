@@ -31,11 +31,10 @@ from typing import Any
 
 import psutil
 
-NUM_EPOCHS = 10
 RECIPE = (
     "digits",
     "model={name: mlp, args: {in_features: 64, hidden: 96, depth: 3, out_features: 10}}",
-    "train.batch=64", f"train.epochs={NUM_EPOCHS}", "train.target={}", "train.clip=1.0",
+    "train.batch=64", "train.target={}", "train.clip=1.0",
     "train.eval_every=40", "device=cpu", "threads=1", "log.every=5", "log.samples=true",
     "log.tensorboard=no",
     "checkpoint.every=10", "checkpoint.keep=3", "watch.timeout_s=5", "watch.first_step_s=20",
@@ -44,6 +43,14 @@ WAIT_S = 180.0
 """How long anything may take before the round counts as lost."""
 DISK = "size=48m"
 FULL = "fill the disk"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of every run."""
+
+    ranks: int
+    epochs: int
 
 
 class Lost(Exception):
@@ -55,13 +62,14 @@ class Job:
     """One `ridgeline train`, started as a user starts it."""
 
     path: Path
-    ranks: int
+    size: Size
     output: Path
     process: psutil.Popen = field(init=False)
 
     def start(self) -> None:
         command = [sys.executable, "-m", "ridgeline.cli", "train", *RECIPE]
-        command += ["-n", str(self.ranks), "--run", str(self.path)]
+        command += [f"train.epochs={self.size.epochs}", "-n", str(self.size.ranks)]
+        command += ["--run", str(self.path)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.output.open("a") as file:
             self.process = psutil.Popen(command, stdout=file, stderr=file, env=environment)
@@ -224,7 +232,7 @@ def finish(job: Job) -> int:
     raise Lost("the run did not end in six starts")
 
 
-def judge(path: Path, expected: dict[str, Any], harm: str) -> None:
+def judge(path: Path, expected: dict[str, Any], harm: str, num_epochs: int) -> None:
     """Weights bit for bit, samples once an epoch, no more lost than since the last checkpoint."""
     import torch
     from safetensors.torch import load_file
@@ -246,7 +254,7 @@ def judge(path: Path, expected: dict[str, Any], harm: str) -> None:
         sizes.add(len(samples))
         if samples != list(range(len(samples))):
             raise Lost(f"epoch {epoch} did not use every sample exactly once")
-    if len(sizes) != 1 or len(used) != NUM_EPOCHS:
+    if len(sizes) != 1 or len(used) != num_epochs:
         raise Lost(f"{len(used)} epochs have {sorted(sizes)} samples")
     events = read_lines(path / "events.jsonl")
     saved = 0
@@ -261,11 +269,11 @@ def judge(path: Path, expected: dict[str, Any], harm: str) -> None:
                 raise Lost(f"a checkpoint was not whole: {details['passed_over'][0]}")
 
 
-def reference(folder: Path, ranks: int) -> tuple[dict[str, Any], int]:
+def reference(folder: Path, size: Size) -> tuple[dict[str, Any], int]:
     """Final weights and the number of steps of a run that nobody harms."""
     from safetensors.torch import load_file
 
-    job = Job(folder / "whole", ranks, folder / "whole.txt")
+    job = Job(folder / "whole", size, folder / "whole.txt")
     job.start()
     if job.wait() != 0:
         raise SystemExit(f"chaos: the run without harm failed:\n{job.output.read_text()}")
@@ -275,7 +283,7 @@ def reference(folder: Path, ranks: int) -> tuple[dict[str, Any], int]:
 def play(
     folder: Path,
     number: int,
-    ranks: int,
+    size: Size,
     harm: str,
     moment: int,
     dice: random.Random,
@@ -285,7 +293,7 @@ def play(
     began = time.monotonic()
     home = folder / f"round-{number}"
     mounted = harm == FULL and mount_small(home)
-    job = Job(home / "run" if mounted else home, ranks, folder / f"round-{number}.txt")
+    job = Job(home / "run" if mounted else home, size, folder / f"round-{number}.txt")
     text, starts = "survived", 0
     try:
         job.start()
@@ -293,7 +301,7 @@ def play(
         time.sleep(dice.uniform(0, 0.05))
         HARMS[harm](job, dice)
         starts = finish(job)
-        judge(job.path, expected, harm)
+        judge(job.path, expected, harm, size.epochs)
     except Lost as error:
         text = f"LOST: {error}"
     finally:
@@ -312,17 +320,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=10, help="of 23 steps; 3 or more")
     parser.add_argument(
         "--jobs", type=int, default=1, help="rounds at a time, where there are cores"
     )
     parser.add_argument("--keep", type=Path, help="a folder to leave the runs in, to look at them")
     args = parser.parse_args()
-    dice = random.Random(args.seed)
+    dice, size = random.Random(args.seed), Size(args.ranks, args.epochs)
     survived = 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        expected, num_steps = reference(folder, args.ranks)
+        expected, num_steps = reference(folder, size)
         harms = [harm for harm in HARMS if harm != FULL or can_mount(folder)]
         if FULL not in harms:
             print("NOT DONE: this user may mount no small file system, so no disk is filled")
@@ -334,7 +343,7 @@ def main() -> int:
             # With two checkpoints there, of which one may be damaged, and time for a signal to arrive.
             moment = dice.randrange(34, num_steps * 2 // 3)
             own = random.Random(dice.random())
-            rounds.append((folder, number, args.ranks, order.pop(), moment, own, expected))
+            rounds.append((folder, number, size, order.pop(), moment, own, expected))
         with ThreadPoolExecutor(args.jobs) as pool:
             for done in as_completed([pool.submit(play, *one) for one in rounds]):
                 ok, line = done.result()
