@@ -6,7 +6,8 @@
 The fields are 16-bit integers with a scale and an offset a variable, as climate data are kept. Before: no
 workers, nothing read ahead, unpacked on the CPU. After: reading threads ahead of the step, 16-bit integers
 copied on a stream of their own and unpacked on the device. Both see the same samples in the same order, and
-the losses have to be the same.
+the losses have to be the same. torch computes on one CPU thread, as torchrun has it for every rank; with
+all cores of a node for one rank (`--cpu-threads 16`) unpacking may hide behind the device's step.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def configure(root: Path, options: argparse.Namespace, changes: dict[str, Any]) 
         # Else the backward pass of attention adds in whatever order it comes, and no two runs agree.
         "train.deterministic": True,
         "device": options.device,
+        "threads": options.cpu_threads,
         "layout.precision": "fp32" if options.small else "bf16",
         **changes,
     }
@@ -91,6 +93,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--cpu-threads", type=int, default=1, help="of torch, for one rank")
     parser.add_argument("--where", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
