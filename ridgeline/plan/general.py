@@ -31,7 +31,7 @@ SLOWER: Final = {
 }  # fmt: skip
 BESIDES: Final = 1.5
 """Calls of the host for a product in backward besides itself: clearing and adding up its pieces."""
-DISPATCHED: Final = 3.9
+DISPATCHED: Final = 1.95
 """Host time of a call under tensor parallelism: what `own.py` has for a layer, over the layer's calls."""
 SPREAD: Final = 0.16
 """How much more it is with sequence parallelism."""

@@ -26,9 +26,11 @@ MIXED: Final = 1.6
 """The same for sums of a float32 and a 16-bit tensor."""
 FORWARD_KERNELS: Final = 45
 BACKWARD_KERNELS: Final = 85
-DTENSOR: Final = 7.4
+DTENSOR: Final = 3.7
 """Host time of a kernel under tensor and context parallelism, where every function dispatches on global
 shapes; read off runs with `tp`, and taken to be the same with `cp`, which goes the same way."""
+SEQUENCE: Final = 0.6
+"""What cutting the residual stream along the sequence adds to that."""
 FULL_KERNELS: Final = 2.4
 """Host time of a layer's recomputation compared with its forward."""
 SELECTIVE_KERNELS: Final = 5.5
@@ -104,7 +106,7 @@ def own_layer(
         ring = (machine, 2 * low * tokens * kv, part.cp, t)
         comm += ring_attention_s(*ring, attend)
         comm_back += 2 * ring_attention_s(*ring, attend_back / 2)
-    factor = (DTENSOR + (1.4 if part.sp else 0.0)) if t > 1 or part.cp > 1 else 1.0
+    factor = (DTENSOR + (SEQUENCE if part.sp else 0.0)) if t > 1 or part.cp > 1 else 1.0
     forward = Cost(
         forward_products, attend,
         moved_s(device, forward_moved, FORWARD_KERNELS - 8), comm,
