@@ -8,6 +8,7 @@ by the doctor (is the job waiting for data?) and by benchmarks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class _Spec:
     num_samples: int
     distinct: int
     key: int
+    grid: int | None = None
+    """Points a side of the field that an input is drawn out of; None: every value by itself."""
 
 
 class Synthetic:
@@ -77,7 +80,7 @@ class Synthetic:
                 info.num_classes, (count, *leading, length + 1), generator=generator
             )
             return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
-        inputs = torch.randn(count, *info.input_shape, generator=generator).to(info.input_dtype)
+        inputs = self._make_inputs(count, generator).to(info.input_dtype)
         if info.num_classes is not None:
             targets = torch.randint(
                 info.num_classes, (count, *info.target_shape), generator=generator
@@ -85,6 +88,17 @@ class Synthetic:
         else:
             targets = torch.randn(count, *info.target_shape, generator=generator)
         return inputs, targets.to(info.target_dtype)
+
+    def _make_inputs(self, count: int, generator: torch.Generator) -> Tensor:
+        shape, grid = self.info.input_shape, self._spec.grid
+        if grid is None:
+            return torch.randn(count, *shape, generator=generator)
+        channels, *sides = shape
+        points = [min(grid, side) for side in sides]
+        field = torch.randn(count, channels, *points, generator=generator)
+        mode = ("linear", "bilinear", "trilinear")[len(sides) - 1]
+        drawn = torch.nn.functional.interpolate(field, size=sides, mode=mode)
+        return drawn / prod(_spread(num, side) for num, side in zip(points, sides, strict=True))
 
 
 def build_synthetic(
@@ -99,19 +113,24 @@ def build_synthetic(
     samples: Any = 4096,
     eval_samples: Any = None,
     distinct: Any = 64,
+    grid: Any = None,
 ) -> tuple[Synthetic, Synthetic]:
     """`shape`: of one input, without the batch. `classes`: for classify; with `target_shape`, a
-    label for each point. `vocab`: for causal_lm. `distinct`: samples in the pool."""
+    label for each point. `vocab`: for causal_lm. `distinct`: samples in the pool. `grid`: inputs are
+    smooth, as photographs and weather are: random fields of so many points a side, drawn out to `shape`.
+    White noise differs from sample to sample in nothing but small sums, which few digits cannot learn."""
     info = _info(task, shape, classes, target_shape, dtype, vocab)
     samples = whole("synthetic", "samples", samples)
     if eval_samples is None:
         eval_samples = max(1, samples // 8)
     eval_samples = whole("synthetic", "eval_samples", eval_samples)
     distinct = whole("synthetic", "distinct", distinct)
+    if grid is not None:
+        grid = _check_grid(whole("synthetic", "grid", grid), info)
     keys = [fold_key((seed, split)) & (2**63 - 1) for split in (0, 1)]
     return (
-        Synthetic(_Spec(info, samples, min(distinct, samples), keys[0])),
-        Synthetic(_Spec(info, eval_samples, min(distinct, eval_samples), keys[1])),
+        Synthetic(_Spec(info, samples, min(distinct, samples), keys[0], grid)),
+        Synthetic(_Spec(info, eval_samples, min(distinct, eval_samples), keys[1], grid)),
     )
 
 
@@ -136,6 +155,22 @@ def _info(
     targets = () if target_shape is None else shape("synthetic", "target_shape", target_shape)
     num_classes = whole("synthetic", "classes", 10 if classes is None else classes)
     return SourceInfo(inputs, input_dtype, targets, torch.int64, num_classes, task)
+
+
+def _spread(num: int, side: int) -> float:
+    """Standard deviation of values drawn out of `num` to `side`: between two it is less than at either."""
+    shares = torch.nn.functional.interpolate(torch.eye(num)[:, None], size=side, mode="linear")
+    return float(shares.square().sum(0).mean().sqrt())
+
+
+def _check_grid(grid: int, info: SourceInfo) -> int:
+    if info.task == "causal_lm" or len(info.input_shape) not in (2, 3, 4):
+        what = "tokens" if info.task == "causal_lm" else f"inputs of shape {list(info.input_shape)}"
+        raise UsageError(
+            f"source 'synthetic': argument grid={grid} in data.args has no meaning for {what}; it is for "
+            "channels and one to three sides; leave it out"
+        )
+    return grid
 
 
 def _check_fits(task: str, given: dict[str, Any]) -> None:

@@ -110,6 +110,9 @@ def test_reading_leaves_the_global_generators_alone(own_module):
         ("synthetic", {"shape": [3, 0]}, r"shape\[1\]=0"),
         ("synthetic", {"dtype": "float23"}, "dtype='float23' .* did you mean 'float3?"),
         ("synthetic", {"vocab": 9}, "vocab=9 .* no meaning for task='classify'"),
+        ("synthetic", {"grid": 0}, "grid=0 .* at least 1"),
+        ("synthetic", {"task": "causal_lm", "grid": 4}, "grid=4 .* no meaning for tokens"),
+        ("synthetic", {"shape": [16], "grid": 4}, r"grid=4 .* inputs of shape \[16\]"),
         ("synthetic", {"task": "forecast", "classes": 9}, "classes=9 .* no meaning"),
     ],
 )

@@ -153,6 +153,25 @@ def test_synthetic_repeats_its_pool_on_any_device():
         assert torch.equal(made.cpu(), inputs)
 
 
+@pytest.mark.parametrize("sides", [[40], [24, 40], [8, 12, 16]])
+def test_synthetic_fields_on_a_grid_are_smooth(sides):
+    def roughness(**more):
+        args = {"shape": [3, *sides], "classes": 5, "distinct": 16, **more}
+        source, _ = build_sources("synthetic", args, seed=0)
+        x, _ = source.fetch(np.arange(16), 0)
+        assert x.shape == (16, 3, *sides)
+        assert float(x.std()) == pytest.approx(1.0, rel=0.15)
+        return float((x[..., 1:] - x[..., :-1]).std())
+
+    assert roughness(grid=4) < 0.5 * roughness()
+    assert torch.isfinite(
+        build_sources("synthetic", {"shape": [1, 8, 8], "grid": 1, "distinct": 1}, 0)[0].fetch(
+            np.arange(2), 0
+        )[0]
+    ).all()
+    assert roughness(grid=1000) > 0.9 * roughness()  # as many points as there are values
+
+
 def test_synthetic_tokens_are_shifted():
     train, _ = build_sources("synthetic", {"task": "causal_lm", "shape": [12], "vocab": 300}, 0)
     inputs, targets = train.fetch(np.arange(8), 0)
