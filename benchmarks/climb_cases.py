@@ -111,7 +111,7 @@ CASES = {
     "resnet50": Case(
         "resnet50", 256, "images", 1,
         (*COMMON, "model.name=resnet50", "model.args={}", "train.batch=256",
-         "data.args={shape: [3, 224, 224], classes: 1000, distinct: 256, samples: 65536}"),
+         "data.args={shape: [3, 224, 224], classes: 1000, distinct: 256, samples: 65536, grid: 7}"),
         {
             "bf16": (*BF16, "model.channels_last=true"),
             "and graphs": (*BF16, "model.channels_last=true", "layout.graphs=true"),

@@ -359,11 +359,13 @@ def run_climb(
     out = first / f"again-{len(runs) + 1}" if again else first
     remedies = kept_remedies(json.loads((first / "ladder.json").read_text())) if again else REMEDIES
     layout = f"layout=precision=fp32,accumulate={case.plain_parts}"
-    plain = ("tune.fused_optimizer=false", "data.prefetch=0", layout)
+    defaults = ("tune.fused_optimizer=false", "tune.search_convolutions=false")  # as torch has them
+    plain = (*defaults, "data.prefetch=0", layout)
     left = options.limit - (time.monotonic() - BEGUN)
     effort = Effort(
         rounds=options.turns, steps=case.steps, check_steps=options.check, timeout_s=options.timeout_s,
         turn_s=options.turn_s, budget_s=min(options.budget, left), loss_bound=0.005,
+        without=tuple(options.without),
     )  # fmt: skip
     config = configure(case, options, *plain)
     cache = options.folder / "compiled"
@@ -401,6 +403,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=96, help="fields in the ViT's file")
     parser.add_argument(
         "--timeout-s", type=float, default=240.0, help="for one turn, compiling in it"
+    )
+    parser.add_argument(
+        "--without", nargs="*", default=[], metavar="REMEDY", help="climb: not to be tried"
     )
     parser.add_argument("--budget", type=float, default=420.0, help="climb: seconds for remedies")
     parser.add_argument("--limit", type=float, default=540.0, help="nothing is begun after so long")

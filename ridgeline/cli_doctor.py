@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ridgeline.rundir import RunDir
 
 DOCTOR = "doctor.json"
+BUDGET_S, LOSS_BOUND, ROUNDS = 1800.0, 0.005, 5
+"""Of a climb where nothing else is said."""
 
 What = Annotated[
     str,
@@ -73,6 +75,10 @@ LossBound = Annotated[
 Rounds = Annotated[
     int, typer.Option(min=1, help="With --climb: turns of each two states that are compared.")
 ]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(help="With --climb: a remedy that is not to be tried, by name; may be repeated."),
+]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
@@ -103,23 +109,39 @@ def doctor(
     trace: Trace = False,
     nvtx: Nvtx = False,
     climbs: Climbs = False,
-    budget: Budget = 1800.0,
-    loss_bound: LossBound = 0.005,
-    rounds: Rounds = 5,
+    budget: Budget = BUDGET_S,
+    loss_bound: LossBound = LOSS_BOUND,
+    rounds: Rounds = ROUNDS,
+    without: Without = None,
     as_json: Json = False,
 ) -> None:
     """Say what holds a training back, with the evidence, and what would help."""
     from ridgeline.doctor.states import Effort
     from ridgeline.rundir import CONFIG
 
-    effort = Effort(rounds=rounds, loss_bound=loss_bound, budget_s=budget) if climbs else None
+    chosen = {"--budget": budget != BUDGET_S, "--loss-bound": loss_bound != LOSS_BOUND}
+    chosen |= {"--rounds": rounds != ROUNDS, "--without": bool(without)}
+    for option in (name for name, is_chosen in chosen.items() if is_chosen and not climbs):
+        raise UsageError(f"{option} is for a climb, and none was asked for; add --climb")
+    left_out = _left_out(without or [])
+    effort = Effort(rounds=rounds, loss_bound=loss_bound, budget_s=budget, without=left_out)
     asked = Asked(
-        what, rest or [], num_processes, steps, out, machine, trace, nvtx, as_json, effort
-    )
+        what, rest or [], num_processes, steps, out, machine, trace, nvtx, as_json,
+        effort if climbs else None,
+    )  # fmt: skip
     is_run = (Path(what) / CONFIG).is_file()
     value = _judge_run(asked) if is_run else _judge_training(asked)
     if as_json:
         typer.echo(json.dumps(value, indent=1))
+
+
+def _left_out(without: list[str]) -> tuple[str, ...]:
+    """Remedies that are not to be tried, looked at before anything is measured."""
+    from ridgeline.doctor.choice import check_names
+    from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
+
+    check_names(without, {**REMEDIES, **SCRIPT_REMEDIES})
+    return tuple(dict.fromkeys(without))
 
 
 def _judge_run(asked: Asked) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Ahead:
         effort: Effort,
         left_s: Callable[[], float],
     ) -> None:
-        self._start, self._effort, self._left_s = start, effort, left_s
+        self.start, self._effort, self._left_s = start, effort, left_s
         self._early: list[_Early] = []
         self._failed: list[RunConfig] = []
         """What failed beside others and has to start alone."""
@@ -88,7 +88,7 @@ class Ahead:
                 return early.state
         self.close()  # the step turned out otherwise, and with it what comes next
         self._was_early, self._num_others = False, 0
-        state = self._start(config, name)
+        state = self.start(config, name)
         try:
             if config not in self._failed:
                 for one in islice(foreseen, number):
@@ -106,7 +106,7 @@ class Ahead:
     def _start_early(self, one: Foreseen, after: str) -> None:
         went = "-".join("kept" if kept else "dropped" for kept in one.history)
         try:
-            state = self._start(one.config, f"{after}-{went}-{one.name.replace(' ', '-')}")
+            state = self.start(one.config, f"{after}-{went}-{one.name.replace(' ', '-')}")
         except RunError:
             self._failed.append(one.config)
             return

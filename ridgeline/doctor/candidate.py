@@ -24,7 +24,7 @@ READY = "--ready"
 class Runner:
     """A training that goes on in turns."""
 
-    def __init__(self, recipe: Path) -> None:
+    def __init__(self, recipe: Path, nudge: float = 0.0) -> None:
         from ridgeline.config import load_config
         from ridgeline.launch.env import read_rank_env
         from ridgeline.train.loop import train_loop
@@ -32,6 +32,9 @@ class Runner:
 
         self.training = build_training(load_config(recipe).config, read_rank_env({}))
         self.device = self.training.mesh.device
+        if nudge:
+            nudge_weights(self.training.arranged.model, nudge)
+            _nudge_masters(self.training.optimizer)
         self._steps = train_loop(self.training)
 
     def turn(self, untimed: int, timed: int) -> dict[str, Any]:
@@ -109,6 +112,33 @@ class Runner:
         close_mesh(self.training.mesh)
 
 
+def nudge_weights(model: Any, share: float) -> None:
+    """Move each weight by up to this share of it, or by a last digit where that is more, up or down by
+    chance, the same for every state."""
+    import torch
+
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                device = weight.device
+                if device not in generators:
+                    generators[device] = torch.Generator(device).manual_seed(0)
+                chance = torch.rand(weight.shape, generator=generators[device], device=device)
+                most = max(share, torch.finfo(weight.dtype).eps)
+                weight.copy_(weight.float() * (1 + most * (2 * chance - 1)))
+
+
+def _nudge_masters(optimizer: Any) -> None:
+    """Have the float32 masters of narrow weights follow them, or the first update would take them back."""
+    import torch
+
+    with torch.no_grad():
+        for weight, state in optimizer.state.items():
+            if "master" in state:
+                state["master"].copy_(weight)
+
+
 def device_facts(device: Any) -> dict[str, Any]:
     """What remedies ask of a device."""
     import torch
@@ -153,7 +183,7 @@ def main(argv: list[str]) -> None:
         asked = json.loads(line)
         try:
             if runner is None:
-                runner = Runner(recipe)
+                runner = Runner(recipe, asked["nudge"])
             answer = runner.turn(asked["untimed"], asked["timed"])
         except Exception as error:
             import traceback

@@ -2,8 +2,9 @@
 
 A device computes while the host reads, so that the slower of the two hides the other: a remedy that makes
 the device faster may show no gain because the step then waits for data, and one that feeds it none
-because nothing waited. Such a remedy is tried once more together with what would feed it. What would come
-after the one that is tried, were it kept or dropped, can be asked before that is known. Called by
+because nothing waited. Such a remedy is tried once more together with what would feed it. Once only small
+gains are left, those that promise them are tried together, and one by one where that is dropped. What would
+come after the one that is tried, were it kept or dropped, can be asked before that is known. Called by
 `climb.py`; imports without torch.
 """
 
@@ -11,13 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from ridgeline.config import RunConfig, dump_config, load_config
+from ridgeline.config import RunConfig
+from ridgeline.doctor.combined import SMALL, can_join, change_config, pair, together
 from ridgeline.doctor.ladder import FOR_GPUS, NO_TIME, NOTHING_TO_DO, TOO_LITTLE, Rung, Untried
 from ridgeline.doctor.remedies.contract import (
     ATTENTION,
@@ -31,8 +31,7 @@ from ridgeline.doctor.remedies.contract import (
     Step,
     seconds,
 )
-from ridgeline.errors import UsageError
-from ridgeline.layout import Layout, check_available, check_layout
+from ridgeline.errors import UsageError, unknown_word
 
 LEAST_PREDICTED = 1.001
 """A remedy that does not promise this much is not worth a process."""
@@ -59,10 +58,31 @@ class Waiting:
         self._feeding = {name: r for name, r in self._remedies.items() if r.feeds}
         self._firsts: dict[str, Remedy] = {}
         """Of each pair that waits, by its name, the remedy that was dropped by itself."""
+        self._joined: set[str] = set()
+        """Names of those that were tried together with others."""
+        self._num_groups = 0
+        self._parts: list[tuple[str, ...]] = []
+        """Halves of groups that failed, to be tried together once more."""
 
     def rank(self, step: Step, config: RunConfig) -> list[Promise]:
         """Those that apply, the most promising first; after those that start soon the others, and last
-        what promises nothing."""
+        what promises nothing. Where all are small, many of them together come first."""
+        found = self._rank_each(step, config)
+        if not found or found[0].remedy.slow or found[0].gain >= SMALL:
+            return found
+        name = f"together, {self._num_groups + 1}" if self._num_groups else "together"
+        free = [p.remedy for p in found if self._joins(p)]
+        parts = [[p.remedy for p in found if p.remedy.name in part] for part in self._parts]
+        for members in (*parts, free):
+            many = together(name, members, step, config)
+            if many is not None:
+                return [*_promises([many], step, config), *found]
+        return found
+
+    def _joins(self, promise: Promise) -> bool:
+        return promise.remedy.name not in self._joined and can_join(promise.remedy, promise.gain)
+
+    def _rank_each(self, step: Step, config: RunConfig) -> list[Promise]:
         found = _promises(self._remedies.values(), step, config)
         return sorted(found, key=lambda p: (p.gain < LEAST_PREDICTED, p.remedy.slow, -p.gain))
 
@@ -71,29 +91,42 @@ class Waiting:
         other = Waiting(())
         other._remedies, other._feeding = dict(self._remedies), dict(self._feeding)
         other._firsts = dict(self._firsts)
+        other._joined, other._num_groups = set(self._joined), self._num_groups
+        other._parts = list(self._parts)
         return other
 
     def take(self, remedy: Remedy) -> None:
+        if remedy.members:
+            self._joined.update(remedy.members)
+            self._parts = [part for part in self._parts if not {*part} & {*remedy.members}]
+            self._num_groups += 1
+            return
         del self._remedies[remedy.name]
         self._firsts.pop(remedy.name, None)
 
     def note_kept(self, remedy: Remedy) -> None:
         """Where it feeds the device, what waited for that can show its gain by itself."""
+        for name in remedy.members:
+            self.take(self._remedies[name])
         if remedy.repeats:
             self._remedies[remedy.name] = remedy
-        for pair, first in list(self._firsts.items()) if remedy.feeds else ():
-            self.take(self._remedies[pair])
+        for both, first in list(self._firsts.items()) if remedy.feeds else ():
+            self.take(self._remedies[both])
             self._remedies[first.name] = first
 
     def note_dropped(
         self, remedy: Remedy, rung: Rung, step: Parts, config: RunConfig
     ) -> Remedy | None:
         """The pair of it and what would feed it, which waits from now on, where its state was held back
-        by data; None where it was dropped for another reason, or nothing would feed it."""
+        by data; None where it was dropped for another reason, or nothing would feed it. Where many
+        together failed, each half of them waits."""
         if rung.gain is None:
+            half, names = (len(remedy.members) + 1) // 2, remedy.members
+            self._parts += [part for part in (names[:half], names[half:]) if len(part) > 1]
             self._feeding.pop(remedy.name, None)
             return None
-        if remedy.feeds or rung.gain < NOT_SLOWER or rung.step_s is None or not rung.data_share:
+        alone = remedy.feeds or remedy.members  # of many, each can still be one of a pair
+        if alone or rung.gain < NOT_SLOWER or rung.step_s is None or not rung.data_share:
             return None
         if rung.data_share - step.data_s / step.step_s < WAITS_MORE:
             return None
@@ -103,9 +136,9 @@ class Waiting:
         if not found:
             return None
         best = max(found, key=lambda promise: promise.gain)
-        pair = _pair(remedy, best.remedy, rung.gain * best.gain, best.reason)
-        self._remedies[pair.name], self._firsts[pair.name] = pair, remedy
-        return pair
+        both = pair(remedy, best.remedy, rung.gain * best.gain, best.reason)
+        self._remedies[both.name], self._firsts[both.name] = both, remedy
+        return both
 
     def untried(
         self, step: Parts, config: RunConfig, spent_s: float, cost_s: float
@@ -113,13 +146,16 @@ class Waiting:
         """What was not tried, in the order in which it would have been, with the budget that each needs if
         it takes `cost_s`; and what does not apply: because of the device, if it would on a GPU."""
         found, needed_s = [], spent_s
-        ranked = self.rank(step, config)
+        ranked = self._rank_each(step, config)
+        is_joined = False
         for promise in ranked:
             name, gain, reason = promise.remedy.name, promise.gain, promise.reason
             if gain < LEAST_PREDICTED:
                 found.append(Untried(name, TOO_LITTLE, gain, reason))
                 continue
-            needed_s += cost_s
+            joins = self._joins(promise)
+            needed_s += 0.0 if joins and is_joined else cost_s  # many together are one state
+            is_joined = is_joined or joins
             budget_s = 10.0 * math.ceil(needed_s / 10.0)
             found.append(Untried(name, NO_TIME, gain, reason, budget_s))
         applying = {promise.remedy.name for promise in ranked}
@@ -138,18 +174,6 @@ def _promises(remedies: Iterable[Remedy], step: Step, config: RunConfig) -> list
         if reason is not None:
             found.append(Promise(remedy.predicted_gain(step, config), remedy, reason))
     return found
-
-
-def _pair(first: Remedy, feeding: Remedy, gain: float, reason: str) -> Remedy:
-    return Remedy(
-        name=f"{first.name}, {feeding.name}",
-        applies=lambda step, config: first.applies(step, config) and f"with it, {reason}",
-        predicted_gain=lambda step, config: gain,
-        change=lambda config: [*first.change(config), *feeding.change(config)],
-        risk=first.risk,
-        slow=first.slow or feeding.slow,
-        feeds=True,  # which also says that it is no half of another pair
-    )
 
 
 @dataclass(frozen=True)
@@ -197,16 +221,12 @@ def _expect(step: Parts, promise: Promise) -> Parts:
     return carry(step, dataclasses.replace(step, step_s=step_s, data_s=data_s))
 
 
-def change_config(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
-    """A configuration with overrides, checked as a recipe is."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(dump_config(config))
-        file.flush()
-        changed = load_config(Path(file.name), overrides).config
-    layout = Layout.parse(changed.layout)
-    for finding in [*check_layout(layout), *check_available(layout)]:
-        raise UsageError(finding.reason)
-    return changed
+def check_names(without: Iterable[str], remedies: Iterable[str]) -> None:
+    """A name that there is not would be one that is tried in silence."""
+    known = list(remedies)
+    for name in without:
+        if name not in known:
+            raise unknown_word("remedy", name, known, "--without")
 
 
 def split_advice(remedies: Mapping[str, Remedy]) -> tuple[list[Remedy], list[Remedy]]:

@@ -27,12 +27,14 @@ from ridgeline.doctor.choice import (
     Promise,
     Waiting,
     carry,
-    change_config,
+    check_names,
     foresee,
     split_advice,
 )
+from ridgeline.doctor.combined import change_config
 from ridgeline.doctor.ending import sigterm_interrupts
 from ridgeline.doctor.ladder import (
+    LEFT_OUT,
     NO_TIME,
     Ladder,
     Raced,
@@ -41,7 +43,7 @@ from ridgeline.doctor.ladder import (
     show_ladder,
     show_rate,
 )
-from ridgeline.doctor.losses import difference, judge_losses
+from ridgeline.doctor.losses import NUDGE, difference, is_near, judge_losses, wobble_of
 from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, SCRIPT, look_at
 from ridgeline.doctor.race import BeforeFailed, build_rung, race, tell_gain
 from ridgeline.doctor.remedies.contract import Remedy, Step
@@ -77,6 +79,11 @@ class _Ascent:
     unit: str = ""
     per_step: float = 0.0
     baseline_losses: list[float] = field(default_factory=list)
+    wobble: float | None = None
+    """How far the baseline is from itself after a nudge; None where that is not known."""
+    is_wobble_asked: bool = False
+    wobble_cost_s: float = 0.0
+    """What asking took, which is no remedy's."""
     baseline_cost_s: float = 0.0
     """What a remedy takes if it starts and steps as the baseline does."""
     costs_s: list[float] = field(default_factory=list)
@@ -133,9 +140,10 @@ class _Ascent:
             steps=effort.steps,
             raced=self.raced,
             not_raced="it was interrupted" if self.interrupted else self.not_raced,
-            untried=tuple(self.untried),
+            untried=(*self.untried, *(Untried(name, LEFT_OUT) for name in effort.without)),
             budget_s=effort.budget_s if math.isfinite(effort.budget_s) else None,
             spent_s=self.spent_s,
+            wobble=self.wobble,
         )
 
 
@@ -157,7 +165,7 @@ def climb(
     """
     if Layout.parse_for(config.layout or "dp=1", 1).world_size != 1:
         raise UsageError(f"a climb is on one device, and the layout is {config.layout!r}; use dp=1")
-
+    check_names(effort.without, remedies)
     spares = build_spares(config, out / "states", cache, 1 + effort.num_ahead)
 
     def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
@@ -186,6 +194,7 @@ def climb_script(
 
     Leaves `climbed.yaml`, for `ridgeline.start(tune=...)` or RIDGELINE_TUNE, instead of a recipe.
     """
+    check_names(effort.without, remedies)
     empty = RunConfig(name=script.stem or "script")
     config = dataclasses.replace(
         empty,
@@ -196,7 +205,7 @@ def climb_script(
     )
 
     def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
-        plain = name in (BASELINE, AGAIN)
+        plain = name in (BASELINE, AGAIN, NUDGED)
         return ScriptCandidate(config, name, folder, effort, script, arguments, plain)
 
     def write(config: RunConfig, ladder: Ladder) -> None:
@@ -210,7 +219,7 @@ def climb_script(
     return _climb(config, out, start, write, "script", measured, remedies, alone, say)
 
 
-BASELINE, AGAIN = "baseline", "baseline-again"
+BASELINE, AGAIN, NUDGED = "baseline", "baseline-again", "baseline-nudged"
 TOO_SOON = "interrupted before the baseline was measured; nothing is kept"
 
 
@@ -280,7 +289,7 @@ def _begin(ascent: _Ascent, what: str) -> None:
         )
     ascent.unit = kept.last["unit"]
     ascent.per_step = kept.last["samples"] * kept.last["units_per_sample"]
-    first = build_rung(kept, BASELINE, (), True, f"the {what} as it is")
+    first = build_rung(Rung(BASELINE, (), True, ""), kept, True, f"the {what} as it is")
     rate = ascent.per_step / first.step_s if first.step_s else None
     ascent.add(dataclasses.replace(first, times=1.0, rate=rate))
 
@@ -291,6 +300,8 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
     seen: Step = measured if measured is not None else step
     if measured is not None:
         step = carry(measured, step)
+    without = ascent.effort.without
+    remedies = {name: remedy for name, remedy in remedies.items() if name not in without}
     changing, advising = split_advice(remedies)
     for remedy in advising:
         reason = remedy.applies(seen, ascent.kept.config)
@@ -306,7 +317,8 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
             return
         remedy = found[0].remedy
         waiting.take(remedy)
-        begun, changes = ascent.spent_s, tuple(remedy.change(config))
+        begun = ascent.spent_s - ascent.wobble_cost_s
+        changes = tuple(remedy.change(config))
         try:
             rung, candidate = _try(
                 found[0], changes, ascent, foresee(waiting, step, config, found[0])
@@ -316,7 +328,7 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
             ascent.not_raced = str(error)[:200]
             return
         if rung.gain is not None and not ascent.ahead.was_early:
-            ascent.costs_s.append(ascent.spent_s - begun)
+            ascent.costs_s.append(ascent.spent_s - ascent.wobble_cost_s - begun)
         if candidate is None and waiting.note_dropped(remedy, rung, step, config) is not None:
             why = f"{rung.why}; {rung.data_share:.0%} of its step waits for data"
             rung = dataclasses.replace(rung, why=why)
@@ -360,14 +372,15 @@ def _try(
 ) -> tuple[Rung, Candidate | None]:
     """The rung, and the candidate where it is kept; once more by itself where others may have been the
     reason that it failed."""
-    dropped = Rung(tried.remedy.name, changes, False, "", tried.gain)
+    remedy = tried.remedy
+    dropped = Rung(remedy.name, changes, False, "", tried.gain, members=remedy.members)
     try:
         config = change_config(ascent.kept.config, changes)
     except UsageError as error:
         return dataclasses.replace(dropped, why=str(error)), None
     # What measures kernels as it starts is not to do so beside others; the next may have no turn any more.
     searches = config.tune.search_convolutions and look_at(config).num_conv2d >= MANY_CONVOLUTIONS
-    alone = tried.remedy.slow or searches or ascent.next_cost_s > ascent.left_s
+    alone = remedy.slow or searches or ascent.next_cost_s > ascent.left_s
     number = 0 if alone else num_beside(ascent.kept, ascent.effort)
     while True:
         try:
@@ -388,23 +401,23 @@ def _measure(
     tried: Rung, config: RunConfig, ascent: _Ascent, foreseen: Iterable[Foreseen], number: int
 ) -> tuple[Rung, Candidate | None]:
     effort, kept = ascent.effort, ascent.kept
-    name, changes, predicted = tried.name, tried.overrides, tried.predicted
-    place = f"{len(ascent.rungs):02}-{name.replace(' ', '-')}"
+    place = f"{len(ascent.rungs):02}-{tried.name.replace(' ', '-')}"
     candidate, keep, wait_s = None, False, ENDS_S
     try:
         candidate = ascent.ahead.get(config, place, foreseen, number)
         losses, baseline = candidate.losses, ascent.baseline_losses
         apart = difference(losses[: effort.check_steps], baseline)
-        problem = judge_losses(losses, baseline, effort)
+        problem = judge_losses(losses, baseline, effort, ascent.wobble or 0.0)
+        if problem and is_near(losses, baseline, effort) and _find_wobble(ascent):
+            problem = judge_losses(losses, baseline, effort, ascent.wobble or 0.0)
         if problem:
-            return build_rung(candidate, name, changes, False, problem, predicted, apart), None
+            return build_rung(tried, candidate, False, problem, apart), None
         ascent.ahead.settle()
         ascent.ahead.make_room(kept, candidate)
         raced = race(kept, candidate, effort)
         gain, noise = raced.gain, raced.noise(effort.least_gain)
         keep = gain > 1 + noise
-        why = tell_gain(gain, noise)
-        rung = build_rung(candidate, name, changes, keep, why, predicted, apart, raced)
+        rung = build_rung(tried, candidate, keep, tell_gain(gain, noise), apart, raced)
         return dataclasses.replace(rung, noise=noise), candidate if keep else None
     except KeyboardInterrupt:
         keep, wait_s = False, AT_ONCE_S
@@ -414,6 +427,35 @@ def _measure(
             candidate.close(wait_s)
 
 
+def _find_wobble(ascent: _Ascent) -> bool:
+    """Once a climb, and while there is time: how far the baseline's losses move when its first weights do,
+    by no more than bf16 rounds them. Whether that has become known now."""
+    if ascent.is_wobble_asked or ascent.is_late:
+        return False
+    ascent.is_wobble_asked = True
+    ascent.ahead.close()  # the baseline needs more memory than most, and is not to find less for others
+    nudged, wait_s, begun = None, ENDS_S, ascent.spent_s
+    try:
+        nudged = ascent.ahead.start(ascent.baseline, NUDGED)
+        nudged.nudge = NUDGE
+        nudged.check(ascent.effort)
+        ascent.wobble = wobble_of(
+            nudged.losses[: ascent.effort.check_steps], ascent.baseline_losses
+        )
+    except RunError as error:
+        ascent.say(f"how far the baseline is from itself is not known: {error}"[:200])
+        return False
+    except KeyboardInterrupt:
+        wait_s = AT_ONCE_S
+        raise
+    finally:
+        if nudged is not None:
+            nudged.close(wait_s)
+        ascent.wobble_cost_s = ascent.spent_s - begun
+    ascent.say(f"the baseline from nudged weights is {ascent.wobble:.2%} off its own losses")
+    return True
+
+
 def _line(rung: Rung, unit: str) -> str:
     rate = f"{show_rate(rung.rate, unit)}, " if rung.rate else ""
-    return f"{rung.name}: {rate}{'kept' if rung.kept else 'dropped'}: {rung.why}"
+    return f"{rung.full_name}: {rate}{'kept' if rung.kept else 'dropped'}: {rung.why}"

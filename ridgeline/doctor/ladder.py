@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from ridgeline.doctor.losses import WOBBLES, widen
 from ridgeline.machine.picture import duration
 
 DISAGREE = (
@@ -61,6 +62,13 @@ class Rung:
     """Of its step, in which it waited for data: the median of its turns."""
     beside: int = 0
     """Other states that started at the same time."""
+    members: tuple[str, ...] = ()
+    """Of one that is many remedies together, their names."""
+
+    @property
+    def full_name(self) -> str:
+        """With what it is made of."""
+        return f"{self.name} ({', '.join(self.members)})" if self.members else self.name
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class Untried:
 NO_TIME = "no time was left"
 TOO_LITTLE = "they promise next to nothing"
 FOR_GPUS = "they are for GPUs"
+LEFT_OUT = "--without names them"
 NOTHING_TO_DO = "they are there already, or this training has nothing that they change"
 
 
@@ -120,6 +129,8 @@ class Ladder:
     budget_s: float | None = None
     """None where there was no end to it."""
     spent_s: float = 0.0
+    wobble: float | None = None
+    """How far the baseline is from itself when its first weights are nudged; None where nobody asked."""
 
     @property
     def best(self) -> Rung:
@@ -168,7 +179,7 @@ def show_ladder(ladder: Ladder) -> str:
 
 def _whole(ladder: Ladder) -> list[str]:
     """What the climb came to."""
-    kept = [rung.name for rung in ladder.rungs[1:] if rung.kept]
+    kept = [rung.full_name for rung in ladder.rungs[1:] if rung.kept]
     if not kept:
         tried = len(ladder.rungs) - 1
         if tried:
@@ -208,12 +219,30 @@ def _notes(ladder: Ladder) -> list[str]:
         "throughput: the baseline's, times x baseline, so that slow minutes of the machine do not enter"
         + _pace(ladder),
         f"loss: mean of the last quarter of {ladder.check_steps} steps against the baseline's on the same "
-        f"samples; more than {ladder.loss_bound:.2%} apart is dropped",
+        f"samples; {_loss_bound(ladder)}",
     )
     tenth = "10th step: from the start of the state's process to the end of its tenth step"
     if any(rung.beside and rung.tenth_step_s is not None for rung in ladder.rungs):
         tenth += "; where several started at once, each took longer than it does alone"
-    return [step, *(compared if len(ladder.rungs) > 1 else ()), tenth]
+    many = [
+        f"{rung.name}: {', '.join(rung.members)}; each promises too little to be told from noise by itself"
+        for rung in ladder.rungs
+        if rung.members
+    ]
+    return [step, *(compared if len(ladder.rungs) > 1 else ()), tenth, *many]
+
+
+def _loss_bound(ladder: Ladder) -> str:
+    """What is dropped, and why that may be more than was asked for."""
+    bound, wobble = ladder.loss_bound, ladder.wobble
+    if wobble is None:
+        return f"more than {bound:.2%} apart is dropped"
+    itself = f"the baseline from nudged weights is {wobble:.2%} off itself"
+    wide = widen(bound, wobble)
+    if wide == bound:
+        return f"more than {bound:.2%} apart is dropped ({itself})"
+    most = ", at most four times that" if wide < WOBBLES * wobble else ""
+    return f"more than {wide:.2%} apart is dropped: {bound:.2%}, and as {itself} twice that{most}"
 
 
 def _pace(ladder: Ladder) -> str:
@@ -242,7 +271,7 @@ def _untried(ladder: Ladder) -> list[str]:
         f"{one.budget_s or 0:.0f} would reach it"
         for one in late
     ]
-    for why in (TOO_LITTLE, FOR_GPUS, NOTHING_TO_DO):
+    for why in (LEFT_OUT, TOO_LITTLE, FOR_GPUS, NOTHING_TO_DO):
         names = [one.name for one in ladder.untried if one.why == why]
         lines += [f"not tried, since {why}: {', '.join(names)}"] if names else []
     return lines
@@ -293,7 +322,7 @@ def draw_ladder(ladder: Ladder) -> str:
         bars.append(
             f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(rung.name)}</text>'
             f'<rect x="{left}" y="{y + 2}" width="{length:.1f}" height="{height - 8}" {style}>'
-            f"<title>{escape(rung.why)}</title></rect>"
+            f"<title>{escape(f'{rung.full_name}: {rung.why}')}</title></rect>"
             f'<text x="{left + length + 6:.1f}" y="{y + 15}">{escape(rate)}</text>'
         )
     return (

@@ -36,6 +36,8 @@ class Look:
     each number that goes into it or comes out; 0 where it is not known."""
     num_odd_linears: int = 0
     """Large linear layers with a side that is no multiple of 64."""
+    odd_share: float = 1.0
+    """Theirs of all linear layers' products."""
     num_outputs: int = 0
     """Of the last linear layer."""
     num_norms: int = 0
@@ -77,6 +79,7 @@ def look_of(model: nn.Module) -> Look:
     modules = list(model.modules())
     blocks = find_blocks(model).values()
     linears = [m for m in modules if type(m) is nn.Linear]
+    odd = [m for m in linears if _is_odd(m)]
     inside = [m for block in blocks for m in block.modules() if type(m) is nn.Linear]
     return Look(
         num_conv2d=sum(isinstance(m, nn.Conv2d) for m in modules),
@@ -84,17 +87,20 @@ def look_of(model: nn.Module) -> Look:
         num_blocks=len(blocks),
         num_block_linears=sum(not (m.in_features % 16 or m.out_features % 16) for m in inside),
         block_side=_mean_side(inside),
-        num_odd_linears=sum(
-            min(m.in_features, m.out_features) >= 64
-            and bool(m.in_features % 64 or m.out_features % 64)
-            for m in linears
-        ),
+        num_odd_linears=len(odd),
+        odd_share=sum(m.weight.numel() for m in odd)
+        / max(sum(m.weight.numel() for m in linears), 1),
         num_outputs=linears[-1].out_features if linears else 0,
         num_norms=sum(type(m).__name__.endswith("RMSNorm") for m in modules),
         num_batch_norms=sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules),
         num_conv_kernels=sum(has_conv_kernel(m) for m in modules),
         num_siblings=sum(_num_siblings(m) for block in blocks for m in block.modules()),
     )
+
+
+def _is_odd(linear: nn.Linear) -> bool:
+    sides = (linear.in_features, linear.out_features)
+    return min(sides) >= 64 and any(side % 64 for side in sides)
 
 
 def _mean_side(linears: list[nn.Linear]) -> float:

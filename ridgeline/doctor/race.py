@@ -8,6 +8,7 @@ another; the times that are shown beside it are those of these two turns, so tha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -105,27 +106,23 @@ def tell_gain(gain: float, noise: float) -> str:
 
 
 def build_rung(
+    tried: Rung,
     state: Candidate,
-    name: str,
-    overrides: tuple[str, ...],
     kept: bool,
     why: str,
-    predicted: float | None = None,
     loss_difference: float | None = None,
     raced: Race | None = None,
 ) -> Rung:
-    """What a state's own process says of it, and its race where it had one."""
+    """What was tried, with what the state's own process says of it, and its race where it had one."""
     before_s, step_s = raced.middle_s if raced is not None else (None, None)
     if step_s is None and state.turns:
         step_s = statistics.median_low(state.turns)
     # A curve that is not finite is told in words; JSON has no number for it.
     is_number = loss_difference is not None and math.isfinite(loss_difference)
-    return Rung(
-        name,
-        overrides,
-        kept,
-        why,
-        predicted,
+    return dataclasses.replace(
+        tried,
+        kept=kept,
+        why=why,
         gain=raced.gain if raced is not None else None,
         step_s=step_s,
         peak_bytes=state.peak_bytes or None,

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from ridgeline.doctor.candidate import device_facts
+from ridgeline.doctor.candidate import device_facts, nudge_weights
 from ridgeline.doctor.interface import tell_missing
 from ridgeline.doctor.model_look import look_of
 from ridgeline.doctor.script import Enough, no_checkpoints, run_script
@@ -51,6 +51,7 @@ class Turns:
         self.job: Job | None = None
         self.look: dict[str, int] = {}
         self.batch = self.workers = 0
+        self.nudge = 0.0
 
     def wait(self) -> bool:
         """For the next line; False when there is none any more."""
@@ -59,6 +60,7 @@ class Turns:
             return False
         asked = json.loads(line)
         self._untimed, self._timed = asked["untimed"], asked["timed"]
+        self.nudge = asked["nudge"]
         self._all_timed = self._timed
         self._begin()
         return True
@@ -163,6 +165,8 @@ def watched(turns: Turns) -> Iterator[None]:
     def parallelize(self: Job, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         if turns.job is None:
             turns.job, turns.look = self, asdict(look_of(model))
+            if turns.nudge:
+                nudge_weights(model, turns.nudge)
         return before[0](self, model, *args, **options)
 
     def make(self: JobLoader, *args: Any, **options: Any) -> None:

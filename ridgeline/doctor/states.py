@@ -56,6 +56,8 @@ class Effort:
     """No further remedy is begun after so long."""
     ahead: int | None = None
     """States that start beside the one whose turn it is, for the turns after it; None: by the cores."""
+    without: tuple[str, ...] = ()
+    """Remedies that are not to be tried, by name."""
 
     @property
     def num_ahead(self) -> int:
@@ -119,6 +121,8 @@ class Candidate:
         self.tenth_step_s: float | None = None
         self.beside = 0
         """Other states that started at the same time."""
+        self.nudge = 0.0
+        """Share by which its first weights are moved before its first step."""
         self.last: dict[str, Any] = {}
         self._log = folder / f"{name}.log"
         self._log.write_text("")
@@ -170,7 +174,8 @@ class Candidate:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            print(json.dumps({"untimed": untimed, "timed": timed}), file=process.stdin, flush=True)
+            asked = {"untimed": untimed, "timed": timed, "nudge": self.nudge}
+            print(json.dumps(asked), file=process.stdin, flush=True)
             answers = bool(select.select([process.stdout], [], [], timeout_s)[0])
             line = process.stdout.readline() if answers else ""
         except BrokenPipeError:

@@ -62,4 +62,5 @@ WHOLE = Remedy(
     ),
     change=lambda config: ["tune.compile_mode=default"],
     risk="order",
+    slow=True,
 )

@@ -80,6 +80,8 @@ class Remedy:
     """Whether a state with it takes minutes to start, so that others come first."""
     feeds: bool = False
     """Whether it brings data sooner, and so lets others show their gain."""
+    members: tuple[str, ...] = ()
+    """Names of the remedies that it is made of, for one of many together."""
 
 
 def amdahl(step: Step, saved_s: float) -> float:

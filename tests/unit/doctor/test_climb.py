@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ridgeline.config import load_config
-from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting, change_config
+from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting
 from ridgeline.doctor.climb import climb
+from ridgeline.doctor.combined import change_config
 from ridgeline.doctor.ladder import Rung
 from ridgeline.doctor.losses import difference, judge_losses
 from ridgeline.doctor.measured import Measured, Stall
@@ -198,7 +199,8 @@ def test_what_takes_minutes_to_start_comes_after_the_rest() -> None:
     )
     step = Parts(step_s=0.1, device_kind="cuda")
     assert [p.remedy.name for p in waiting.rank(step, config)] == ["soon", "slow", "nothing"]
-    assert {r.name for r in REMEDIES.values() if r.slow} == {"autotune", "tile search"}
+    slow_ones = {"autotune", "tile search", "compile in one piece"}
+    assert {r.name for r in REMEDIES.values() if r.slow} == slow_ones
 
 
 def test_fp8_waits_for_the_compiler() -> None:
@@ -374,3 +376,18 @@ def test_every_remedy_changes_something_or_says_what_to_do(name: str) -> None:
     }
     before = load_config(None, [*LLAMA, *needs.get(name, [])]).config
     assert change_config(before, tuple(remedy.change(before))) != before
+
+
+def test_padding_promises_what_the_odd_layers_take() -> None:
+    """One odd layer at the end of a convolutional network is not worth a state."""
+    padding, step = REMEDIES["padding"], Parts(step_s=0.1, device_kind="cuda")
+    images = [*SETTINGS[3:], "data.source=synthetic", "model.name=resnet50", "model.args={}"]
+    resnet = load_config(None, images).config
+    assert padding.applies(step, resnet) is not None  # 1,000 classes
+    assert padding.predicted_gain(step, resnet) < LEAST_PREDICTED
+    text = [*SETTINGS[3:], "data.source=synthetic", "model.name=llama"]
+    sides = "width: 512, depth: 2, heads: 8, vocab: 512"
+    ffn = load_config(None, [*text, f"model.args={{{sides}, ffn: 1000}}"]).config
+    vocab = load_config(None, [*text, "model.args={width: 512, depth: 8, heads: 8, vocab: 1000}"])
+    assert 1.02 < padding.predicted_gain(step, ffn) < amdahl(step, 0.1 * 0.07)
+    assert 1.0 < padding.predicted_gain(step, vocab.config) < padding.predicted_gain(step, ffn)
