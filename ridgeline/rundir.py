@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -158,30 +159,66 @@ def _build(cls: type[_T], values: Mapping[str, Any]) -> _T | None:
         return None
 
 
-_UNWRITTEN: dict[Path, bytearray] = {}
-"""Bytes that a full disk did not take, by file; they go first when there is room again."""
+_UNWRITTEN: dict[Path, bytes] = {}
+"""Lines that a full disk did not take, by file; they go first when there is room again."""
 _MOST_UNWRITTEN = 64 * 2**20
+_PARTS: dict[Path, int] = {}
+"""The length of a file that was seen to end in part of a line; 0 after a whole line of this process."""
+_WRITING = threading.Lock()
+"""A save writes what waits from a thread of its own, beside the loop that makes new lines."""
 
 
 def _append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """One `write` call of one line, so that lines of several processes never interleave.
-
-    A disk that is full, or gone for a moment, does not end a run: what it did not take is kept and
-    written before the next line.
-    """
+    """A disk that is full, or gone for a moment, does not end a run: what it did not take is kept and
+    written before the next line, or by `RunDir.write_waiting`."""
     line = (json.dumps(value, allow_nan=True, separators=(", ", ": ")) + "\n").encode()
-    data = bytes(_UNWRITTEN.pop(path, b"")) + line
-    written = 0
+    with _WRITING:
+        _write(path, _UNWRITTEN.pop(path, b"") + line)
+
+
+def _ends_in_part(path: Path, descriptor: int) -> bool:
+    """Whether the last line has no end; not while another process is in the middle of writing it."""
+    size = _PARTS.get(path, -1)
+    while True:
+        before, size = size, os.fstat(descriptor).st_size
+        if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
+            return False
+        if size == before:
+            _PARTS[path] = size
+            return True
+        time.sleep(0.05)
+
+
+def _write(path: Path, lines: bytes) -> None:
+    """One `write` call, so that lines of several processes never interleave; keeps what was not taken.
+
+    A line of which the disk took a part is written again as a whole, on a line of its own: another
+    process may have written behind the part, and one that was killed never writes the rest of its own.
+    """
+    taken = 0
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            written = os.write(descriptor, data)
+            behind_part = _PARTS.get(path) != 0 and _ends_in_part(path, descriptor)
+            data = b"\n" + lines if behind_part else lines
+            taken = max(0, os.write(descriptor, data) - behind_part)
         finally:
             os.close(descriptor)
     except OSError:
-        pass
-    if written < len(data):
-        _UNWRITTEN[path] = bytearray(data[written:][-_MOST_UNWRITTEN:])
+        # Also where only `close` failed: that is how a network's disk says that it kept nothing.
+        taken = 0
+    if taken == len(lines):
+        _PARTS[path] = 0
+        return
+    if _PARTS.get(path) == 0:
+        del _PARTS[path]
+    # A line that lacks nothing but its end is there: whoever writes next sets the end before its own.
+    is_whole = lines[taken : taken + 1] == b"\n"
+    left = lines[taken + 1 if is_whole else lines.rfind(b"\n", 0, taken) + 1 :]
+    if len(left) > _MOST_UNWRITTEN:
+        left = left[left.find(b"\n", len(left) - _MOST_UNWRITTEN) + 1 :]
+    if left:
+        _UNWRITTEN[path] = left
 
 
 @dataclass(frozen=True)
@@ -276,7 +313,17 @@ class RunDir:
 
     def num_unwritten(self) -> int:
         """Bytes of this run's records that the disk has not taken so far."""
-        return sum(len(data) for path, data in _UNWRITTEN.items() if self.path in path.parents)
+        with _WRITING:
+            return sum(
+                len(lines) for path, lines in _UNWRITTEN.items() if self.path in path.parents
+            )
+
+    def write_waiting(self) -> int:
+        """Try once more to write what the disk has not taken; bytes that it does not take now either."""
+        with _WRITING:
+            for path in [path for path in _UNWRITTEN if self.path in path.parents]:
+                _write(path, _UNWRITTEN.pop(path))
+        return self.num_unwritten()
 
     def add_event(self, event: str, **details: Any) -> None:
         _append_line(

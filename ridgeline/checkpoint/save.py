@@ -64,11 +64,16 @@ class _Plan:
     """Host memory for each item, used again in every save."""
 
 
+def _no_problem() -> str:
+    return ""
+
+
 class Saver:
     """Writes checkpoints of a run under `directory`; every rank has one and calls it alike.
 
     `group` is a process group with CPU communication over all ranks that is used for nothing else,
-    because a thread talks over it; `world` is that of the loop. None for one process.
+    because a thread talks over it; `world` is that of the loop. None for one process. `before` does on
+    each rank what a checkpoint must not be there without, or says why it could not.
     """
 
     def __init__(
@@ -80,10 +85,12 @@ class Saver:
         keep: Keep,
         device: torch.device,
         retry_after_s: tuple[float, ...] = RETRY_AFTER_S,
+        before: Callable[[], str] = _no_problem,
     ) -> None:
         self._directory, self._rank = directory, rank
         self._group, self._world = group, world
         self._keep, self._device, self._retry = keep, device, retry_after_s
+        self._before = before
         self._plan: _Plan | None = None
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
@@ -283,6 +290,7 @@ class Saver:
         results: list[WriteResult] = []
         final = bool(problem)
         try:
+            problem = problem or self._before()
             if not problem:
                 # Beside the writing: the disk is the slower of the two.
                 with ThreadPoolExecutor(1) as pool:

@@ -7,6 +7,7 @@ scale, the metrics of the last evaluation, the policy of the configuration. Call
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Checkpoints:
             mesh.world_group,
             Keep(self._config.keep, self._config.keep_every, self._config.keep_best, higher),
             mesh.device,
+            before=partial(_write_records, run, mesh.env.rank),
         )
 
     @property
@@ -253,6 +255,13 @@ def _agreed_path(training: Training, run: RunDir | None) -> Path | None:
         path.mkdir(parents=True, exist_ok=True)
         sync_directory(path.parent)
     return path
+
+
+def _write_records(run: RunDir | None, rank: int) -> str:
+    """A run that goes on from a checkpoint does not make the records of the steps before it again, so
+    none is there without them; a sentence when the disk has not taken them."""
+    waiting = run.write_waiting() if run is not None else 0
+    return f"rank {rank}: the disk does not take {waiting} bytes of records" if waiting else ""
 
 
 def _settle_buckets(training: Training, position: Position) -> None:

@@ -5,6 +5,7 @@ Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.run_
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -58,6 +60,10 @@ from ridgeline.train.step import StepResult
 from ridgeline.train.tasks import Task
 from ridgeline.train.trace import StepTrace
 from ridgeline.train.traced import trace_recipe
+from ridgeline.train.watch import Watch
+
+ROOM_TRIES = 30
+"""How often, a second apart, records that a full disk does not take are tried at the end of a run."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +173,16 @@ def run_training(
                 if main_run is not None:
                     log.note(_save_weights(weights, main_run))
             checkpoints.close()
+        if not stopped:  # else it goes on from a checkpoint, and makes the records behind it again
+            _finish_records(run, training.mesh.world_group, alive.watch)
     except Exception as error:
         log.steps(recorder.salvage())
         if is_out_of_memory(error):
             raise WouldRepeat(tell_budget(training, error)) from error
         raise
     finally:
+        if run is not None:
+            run.write_waiting()
         alive.end()
         log.close()
         training.close_loaders()
@@ -190,6 +200,7 @@ def run_training(
             reached_target=reached,
             skipped_samples=num_skipped,
         )
+        _finish_records(main_run, None, alive.watch)
     return Summary(position.step, final_loss, metrics, reached, bool(stopped), num_skipped)
 
 
@@ -266,6 +277,28 @@ def reaches(metrics: dict[str, float], target: dict[str, float], task: Task) -> 
         metrics[name] >= value if name in task.higher_is_better else metrics[name] <= value
         for name, value in target.items()
     )
+
+
+def _finish_records(run: RunDir | None, group: dist.ProcessGroup | None, watch: Watch) -> None:
+    """A run is not at its end while a full disk has not taken the records of each rank of `group`, which
+    are gone with the process: wait for room, and where none comes say so, alike on every rank."""
+    for number in range(ROOM_TRIES):
+        with watch.during("save"):
+            if number:
+                _pause()
+            waiting = torch.tensor(run.write_waiting() if run is not None else 0)
+            if group is not None:
+                dist.all_reduce(waiting, group=group)
+        if not waiting:
+            return
+    raise WouldRepeat(
+        f"the disk is full: it does not take the last {int(waiting)} bytes of this run's records; make "
+        "room and run again, it goes on from its last checkpoint"
+    )
+
+
+def _pause() -> None:
+    time.sleep(1.0)
 
 
 def _save_weights(weights: Mapping[str, object], run: RunDir) -> str:

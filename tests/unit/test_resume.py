@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from ridgeline.launch.env import read_rank_env
 from ridgeline.launch.lock import locked
 from ridgeline.rundir import CHECKPOINTS, RunDir
 from ridgeline.train import checkpoints as checkpoints_module
+from ridgeline.train import run as run_module
 from ridgeline.train.run import Summary, run_training
 
 BASE = (
@@ -86,6 +88,15 @@ def events(run: RunDir, name: str) -> list[dict[str, Any]]:
     return [e.details for e in run.events() if e.event == name]
 
 
+def sample_lines(run: RunDir) -> list[dict[str, Any]]:
+    """Of the log of samples, without lines that were cut."""
+    lines = []
+    for text in run.file("samples/rank-0.jsonl").read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(text))
+    return lines
+
+
 class Died(Exception):
     pass
 
@@ -118,8 +129,7 @@ def test_a_run_that_died_goes_on_as_if_it_had_not(
     assert [r.loss for r in cut.steps()] == [r.loss for r in whole.steps()]
     assert events(cut, "resume") == [{"step": 12, "checkpoint": "step-00000012", "passed_over": []}]
     # Every sample once an epoch: eight steps of eight samples are the 64 there are.
-    lines = [json.loads(x) for x in cut.file("samples/rank-0.jsonl").read_text().splitlines()]
-    newest = {line["step"]: line for line in lines}
+    newest = {line["step"]: line for line in sample_lines(cut)}
     for epoch in (0, 1):
         used = [i for line in newest.values() if line["epoch"] == epoch for i in line["samples"]]
         assert sorted(used) == list(range(64))
@@ -391,7 +401,9 @@ def test_a_disk_that_is_full_does_not_end_the_run(
     monkeypatch.setattr(save_module, "write_boxes", write)
     saver = checkpoints_module.Saver
     monkeypatch.setattr(
-        checkpoints_module, "Saver", lambda *args: saver(*args, retry_after_s=(0.01,))
+        checkpoints_module,
+        "Saver",
+        lambda *args, **more: saver(*args, **more, retry_after_s=(0.01,)),
     )
     _, run = run_in(tmp_path / "run")
     (failed,) = events(run, "checkpoint-failed")
@@ -402,6 +414,73 @@ def test_a_disk_that_is_full_does_not_end_the_run(
     monkeypatch.setattr(save_module.time, "sleep", lambda _: full.__setitem__(0, False))
     _, run = run_in(tmp_path / "again")
     assert not events(run, "checkpoint-failed")
+
+
+class Disk:
+    """Takes the log of samples up to the middle of a step's line, and the rest when there is room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Path, full_at: int) -> None:
+        self.has_room = False
+        real, log, part = os.write, run / "samples/rank-0.jsonl", f'"step": {full_at},'.encode()
+
+        def write(descriptor: int, data: bytes) -> int:
+            is_log = log.exists() and os.path.samestat(os.fstat(descriptor), log.stat())
+            if self.has_room or not is_log or part not in data:
+                return real(descriptor, data)
+            if log.read_bytes().endswith(b"{"):
+                raise OSError(28, "No space left on device")
+            return real(descriptor, data[: data.index(part)])
+
+        monkeypatch.setattr(os, "write", write)
+        saver = checkpoints_module.Saver
+        monkeypatch.setattr(
+            checkpoints_module,
+            "Saver",
+            lambda *args, **more: saver(*args, **more, retry_after_s=()),
+        )
+
+
+def test_a_disk_that_is_full_at_the_end_loses_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, tmp_path / "run", full_at=17)
+    monkeypatch.setattr(run_module, "_pause", lambda: setattr(disk, "has_room", True))
+    _, run = run_in(tmp_path / "run")
+    assert [line["step"] for line in sample_lines(run)] == list(range(1, 21))
+    assert run.status() == "finished"
+
+
+def test_a_run_whose_records_find_no_room_is_not_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        Disk(patch, tmp_path / "run", full_at=17)
+        patch.setattr(run_module, "_pause", lambda: None)
+        with pytest.raises(WouldRepeat, match=r"disk is full: .* bytes .* make room and run again"):
+            run_in(tmp_path / "run")
+    assert RunDir.open(tmp_path / "run").status() == "running"
+    monkeypatch.setattr(rundir, "_UNWRITTEN", {})  # gone with the process
+    _, run = run_in(tmp_path / "run")
+    assert events(run, "resume")[0]["step"] == 15
+    assert {line["step"] for line in sample_lines(run)} == set(range(1, 21))
+    assert run.status() == "finished"
+
+
+def test_no_checkpoint_is_there_without_the_records_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run killed on a full disk, whose records die with it, goes on from before the first of them."""
+    with monkeypatch.context() as patch:
+        Disk(patch, tmp_path / "run", full_at=8)
+        die_at(patch, 14)
+        with pytest.raises(Died):
+            run_in(tmp_path / "run")
+    monkeypatch.setattr(rundir, "_UNWRITTEN", {})
+    _, run = run_in(tmp_path / "run")
+    assert [e["step"] for e in events(run, "checkpoint-failed")] == [9, 12]
+    assert "does not take" in events(run, "checkpoint-failed")[0]["problem"]
+    assert events(run, "resume")[0]["step"] == 6
+    assert {line["step"] for line in sample_lines(run)} == set(range(1, 21))
 
 
 @pytest.fixture

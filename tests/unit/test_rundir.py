@@ -7,12 +7,14 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ridgeline import rundir
 from ridgeline.errors import UsageError
 from ridgeline.rundir import (
     CONFIG,
@@ -64,18 +66,23 @@ def test_of_a_step_that_was_done_again_the_later_record_counts(run: RunDir) -> N
     assert run.steps() == [again, later]
 
 
-def test_a_full_disk_loses_no_line(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def full_after(room: int) -> Callable[[int, bytes], int]:
+    """The `write` of a disk with so many bytes left."""
     real = os.write
-    room = [10]
 
     def write(descriptor: int, data: bytes) -> int:
-        if not room[0]:
+        nonlocal room
+        if not room:
             raise OSError(28, "No space left on device")
-        taken = real(descriptor, data[: room[0]])
-        room[0] -= taken
+        taken = real(descriptor, data[:room])
+        room -= taken
         return taken
 
-    monkeypatch.setattr(os, "write", write)
+    return write
+
+
+def test_a_full_disk_loses_no_line(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "write", full_after(10))
     run.append(STEP)
     run.append(EVAL)
     assert run.num_unwritten() > 0
@@ -83,6 +90,56 @@ def test_a_full_disk_loses_no_line(run: RunDir, monkeypatch: pytest.MonkeyPatch)
     run.append(RANK)
     assert list(run.records()) == [STEP, EVAL, RANK]
     assert run.num_unwritten() == 0
+
+
+def test_what_waits_for_room_needs_no_further_line(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full_after(10))
+        run.append(STEP)
+        run.append_line("other.jsonl", {"a": 1})
+        assert run.write_waiting() == run.num_unwritten() > 0
+    assert run.write_waiting() == run.num_unwritten() == 0
+    assert list(run.records()) == [STEP]
+    assert json.loads(run.file("other.jsonl").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize("missing", [1, 2, 20])
+def test_a_line_that_was_cut_spoils_no_other(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    """Neither the next of a process that came after one that was killed, nor another process's in
+    between; and none is there twice."""
+    run.append(STEP)
+    length = run.file(METRICS).stat().st_size
+    run.file(METRICS).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full_after(length - missing))
+        run.append(STEP)
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir, "_UNWRITTEN", {})  # another process
+        patch.setattr(rundir, "_PARTS", {})
+        run.append(EVAL)
+    run.append(RANK)
+    assert sorted(map(str, run.records())) == sorted(map(str, [STEP, EVAL, RANK]))
+
+
+def test_a_disk_that_refuses_only_when_a_file_is_closed_loses_no_line(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.close
+
+    def close(descriptor: int) -> None:
+        os.ftruncate(descriptor, 0)
+        real(descriptor)
+        raise OSError(122, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        run.append(STEP)
+    run.append(EVAL)
+    assert list(run.records()) == [STEP, EVAL]
 
 
 def test_a_run_without_records_has_none(run: RunDir) -> None:
