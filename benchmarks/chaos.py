@@ -4,11 +4,11 @@
 
 A recipe is trained on four ranks without harm first. Then each round trains it again and, at a
 random moment, does one thing to it: kills a rank, kills everything, asks it to stop, stops a rank in
-the middle of whatever it does, damages the newest checkpoint, fills the disk, kills everything in the
-middle of a save. After that the same command is given again, as a user would, until the run ends. A
-round is survived when the final weights are those of the first run bit for bit, every sample was used
-exactly once an epoch, and no more work was lost than since the last checkpoint. The last line is the
-count; the exit code is 1 unless all were survived.
+the middle of whatever it does, damages the newest checkpoint, fills the disk, kills everything on a
+full disk or in the middle of a save. After that the same command is given again, as a user would,
+until the run ends. A round is survived when the final weights are those of the first run bit for bit,
+every sample was used exactly once an epoch, and no more work was lost than since the last checkpoint.
+The last line is the count; the exit code is 1 unless all were survived.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ RECIPE = (
 WAIT_S = 180.0
 """How long anything may take before the round counts as lost."""
 DISK = "size=48m"
-FULL = "fill the disk"
+FULL = ("fill the disk", "kill, disk full")
+"""Harms that take a file system of their own."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def flip_byte(job: Job, dice: random.Random) -> None:
     damage(job, dice, flip)
 
 
-def fill_disk(job: Job, dice: random.Random) -> None:
+def fill_disk(job: Job, dice: random.Random, kill: bool = False) -> None:
     """For as long as a few saves fall due in; then there is room again."""
     filler = job.path / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
@@ -186,7 +187,14 @@ def fill_disk(job: Job, dice: random.Random) -> None:
             file.write(bytes(2**16))
     # Not until a step: where nothing can be written, nobody can say which step it is.
     time.sleep(0.7)
+    if kill:
+        job.kill_all()
     filler.unlink()
+
+
+def kill_on_full_disk(job: Job, dice: random.Random) -> None:
+    """What waited for room is gone with the processes."""
+    fill_disk(job, dice, kill=True)
 
 
 def kill_while_saving(job: Job, dice: random.Random) -> None:
@@ -203,7 +211,8 @@ HARMS: dict[str, Callable[[Job, random.Random], None]] = {
     "SIGSTOP a rank": stop_rank,
     "truncate a file": truncate,
     "flip a bit": flip_byte,
-    FULL: fill_disk,
+    FULL[0]: fill_disk,
+    FULL[1]: kill_on_full_disk,
     "kill in a save": kill_while_saving,
 }
 
@@ -292,7 +301,7 @@ def play(
     """One round: whether it was survived, and a line on it."""
     began = time.monotonic()
     home = folder / f"round-{number}"
-    mounted = harm == FULL and mount_small(home)
+    mounted = harm in FULL and mount_small(home)
     job = Job(home / "run" if mounted else home, size, folder / f"round-{number}.txt")
     text, starts = "survived", 0
     try:
@@ -324,6 +333,7 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=1, help="rounds at a time, where there are cores"
     )
+    parser.add_argument("--harms", nargs="+", choices=HARMS, default=list(HARMS), help="all")
     parser.add_argument("--keep", type=Path, help="a folder to leave the runs in, to look at them")
     args = parser.parse_args()
     dice, size = random.Random(args.seed), Size(args.ranks, args.epochs)
@@ -332,8 +342,8 @@ def main() -> int:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         expected, num_steps = reference(folder, size)
-        harms = [harm for harm in HARMS if harm != FULL or can_mount(folder)]
-        if FULL not in harms:
+        harms = [harm for harm in args.harms if harm not in FULL or can_mount(folder)]
+        if harms != args.harms:
             print("NOT DONE: this user may mount no small file system, so no disk is filled")
         order: list[str] = []
         rounds = []
