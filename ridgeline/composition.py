@@ -105,10 +105,15 @@ APART: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]] = (
         "weights are gathered by hooks on a block's inputs, and they do not know tiles",
     ),
     (
-        ("tp", "sp", "cp", "spatial"),
+        ("cp", "spatial"),
         ("compile",),
-        "the model runs on tensors of global shape whose every function is looked at as it is "
-        "called, which a compiled graph would not do",
+        "every function is looked at as it is called, and attention around a ring or the borders of tiles "
+        "are exchanged by the host, which a compiled graph would not do",
+    ),
+    (
+        ("tp", "sp"),
+        ("graphs",),
+        "blocks are compiled one by one, with collectives and other code between them",
     ),
     (
         ("zero=3",),

@@ -82,6 +82,12 @@ _NEEDS: Final[tuple[_Need, ...]] = (
         lambda x: not x.graphs or x.compile,
     ),
     _Need(
+        ("compile", "recompute"),
+        "under tp what recompute=selective keeps is chosen function by function, and a compiled block is "
+        "one function; use recompute=full or none",
+        lambda x: x.recompute != "selective" or x.tp == 1 or not x.compile,
+    ),
+    _Need(
         ("offload", "zero"),
         "offload=params needs zero=3, which brings weights in block by block",
         lambda x: x.offload != "params" or x.zero == 3,

@@ -158,6 +158,26 @@ def _cut(built: Arranged) -> None:
         cut_into_stages(built)
 
 
+def _compile_split(built: Arranged) -> None:
+    """Blocks of a split model, before recompute is put around them."""
+    layout = built.layout
+    if not layout.compile or built.view is None:
+        return
+    _avoid_double_flash(built)
+    from ridgeline.parallel.tensor.compiled import Programs, inductor
+
+    blocks = {path: b for part in built.parts for path, b in built.blocks_of(part).items()}
+    if not blocks:
+        built.notes.append(
+            "compile=true does nothing here: a split model is compiled block by block, and this one has "
+            "no repeated blocks"
+        )
+        return
+    backend = inductor(_compiler_options(built.tune, graphs=False))
+    built.programs = Programs(built.view, built.randomness, backend)
+    built.programs.add(blocks)
+
+
 def _narrow(built: Arranged) -> None:
     """Linear layers in fp8, and the other changes of section `tune` to the modules themselves."""
     tune = built.tune
@@ -285,6 +305,8 @@ def _compile(built: Arranged) -> None:
                 "compile=true to the layout, or leave the setting out"
             )
         return
+    if built.view is not None:
+        return  # done, inside of recompute
     _avoid_double_flash(built)
     # One compiled graph a shape: with dynamic shapes an uneven last batch would leave a slower
     # one behind that then serves the full batches too.
@@ -419,6 +441,7 @@ ORDER: tuple[Technique, ...] = (
     Technique(_sync_batch_norm),
     Technique(_tile, ("spatial",)),
     Technique(_split, ("tp", "sp", "cp")),
+    Technique(_compile_split),
     Technique(_narrow, ("precision=fp8",)),
     Technique(_recompute, ("recompute=selective", "recompute=full")),
     Technique(_offload_activations, ("offload=activations",)),

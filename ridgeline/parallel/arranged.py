@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ridgeline.parallel.spatial import TileGrid
     from ridgeline.parallel.staged import Staged
     from ridgeline.parallel.tensor import GlobalView, TensorPlan
+    from ridgeline.parallel.tensor.compiled import Programs
     from ridgeline.parallel.zero import FlatZero
 
 
@@ -65,6 +66,8 @@ class Arranged:
     """Linear layers that share an input, where `tune.merge` asks for them."""
     tensor_plan: TensorPlan | None = None
     view: GlobalView | None = None
+    programs: Programs | None = None
+    """Compiled blocks of a split model."""
     grid: TileGrid | None = None
     staged: Staged | None = None
     """The pipeline, which drives forward and backward itself."""
@@ -223,6 +226,19 @@ class Arranged:
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, found, group=group)
         return merge_gathered(everyone)
+
+    def uncompiled(self) -> list[str]:
+        """Sentences on blocks of a split model that no compiled program could stand for so far."""
+        if self.programs is None:
+            return []
+        reasons: dict[str, list[str]] = {}
+        for path, reason in self.programs.refused.items():
+            reasons.setdefault(reason, []).append(path)
+        return [
+            f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} runs uncompiled under "
+            f"tp: {reason}"
+            for reason, paths in reasons.items()
+        ]
 
     # Evaluation
 

@@ -18,12 +18,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ridgeline.errors import UsageError
 from ridgeline.parallel.random import Node, Randomness, _ranges, keyed_bits, keyed_dropout
+
+_PLAIN = (Tensor, nn.Parameter, FunctionalTensor)
+"""Also what stands for a plain tensor while torch traces."""
 
 # Functions that a module calls: (randomness, the function, its arguments) -> its result.
 
@@ -47,7 +51,7 @@ def _dropout(
 ) -> Tensor:
     if not training or p == 0.0:
         return input
-    if type(input) not in (Tensor, nn.Parameter, DTensor):
+    if type(input) not in (*_PLAIN, DTensor):
         # A type of a technique's own, which knows its parts, and calls `keyed_dropout` with them.
         return call(input, p, training, inplace)
     dims["num_dims"] = _num_mask_dims(call, input.dim())
@@ -106,7 +110,7 @@ def _rand(randomness: Randomness, call: Any, *size: Any, **like: Any) -> Tensor:
 def _bernoulli_(
     randomness: Randomness, call: Any, input: Tensor, p: Any = 0.5, **given: Any
 ) -> Tensor:
-    if given or type(input) is not Tensor:
+    if given or type(input) not in _PLAIN:
         return call(input, p, **given)
     return input.copy_(_uniform(randomness, input.shape, torch.float64, input.device) < p)
 

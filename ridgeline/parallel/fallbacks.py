@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -45,6 +45,16 @@ class Fallbacks:
             self.found.append(entry)
         entry.num_calls += 1
         entry.num_bytes += num_bytes
+
+    def add(self, other: Fallback) -> None:
+        """What was noted elsewhere."""
+        for entry in self.found:
+            alike = (entry.function, entry.shape) == (other.function, other.shape)
+            if alike and entry.module is other.module:
+                entry.num_calls += other.num_calls
+                entry.num_bytes += other.num_bytes
+                return
+        self.found.append(replace(other))
 
     @property
     def functions(self) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -220,13 +220,15 @@ class Node:
             yield node
             node = node.parent
 
-    def site(self, number: int = 0) -> int:
-        """The hash of this call of the module; `number` counts the functions called in it."""
+    def site(self, number: int = 0, calls: Mapping[Node, int] | None = None) -> int:
+        """The hash of this call of the module; `number` counts the functions called in it. `calls` says
+        which call of some modules is meant, where it is not the one at hand."""
         site = self.salt
         node: Node | None = self
         while node is not None:
-            if node.index:
-                site = _mix_number(site + node.index * (node.salt | 1))
+            index = node.index if calls is None else calls.get(node, node.index)
+            if index:
+                site = _mix_number(site + index * (node.salt | 1))
             node = node.parent
         return _mix_number(site + number * _GOLDEN)
 
@@ -246,6 +248,8 @@ class Randomness:
         """Makes a DTensor of a part, cut as another one; goes with `offsets_of`."""
         self.attention: Callable[..., Tensor] = keyed_attention
         """What computes attention with dropout; one that splits the sequence sets its own."""
+        self.site_of: Callable[[Node, int], Any] | None = None
+        """What stands for a site while a program is traced that is to serve other calls too."""
         self.drawn = False
         """Whether a function, not a module, has asked for a site."""
         self._mode: TorchFunctionMode | None = None
@@ -276,6 +280,8 @@ class Randomness:
         node = self._stack[-1]
         node.num_functional += 1
         self.drawn |= node.functional
+        if self.site_of is not None:
+            return self.site_of(node, node.num_functional)
         return node.site(node.num_functional)
 
     @contextmanager

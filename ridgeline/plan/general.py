@@ -242,7 +242,7 @@ def _direction(device: Device, work: Work, part: Share, backward: bool) -> Cost:
     moving = max(0, round(kernels) - num_products - num_fused)
     if backward:
         kernels += FLASH_BACK * num_fused + (0.0 if part.compiled else BESIDES * num_products)
-    if part.tp > 1:
+    if part.tp > 1 and not part.compiled:
         # Every function dispatches on global shapes, those that make views as well.
         kernels = (kernels + work.views) * DISPATCHED * (1.0 + (SPREAD if part.sp else 0.0))
     return Cost(products, attention, moved_s(device, moved, moving), 0.0, round(kernels))

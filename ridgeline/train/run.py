@@ -117,6 +117,8 @@ def run_training(
             position = result.position
             if result.step == start.step + 1:
                 log.gathered(training.arranged.gathered())
+                for line in training.arranged.uncompiled():
+                    log.note(line)
             last = log.steps(recorder.add(result)) or last
             samples.add(result)
             for line in skipped.add(result.skipped, result.step):

@@ -29,6 +29,7 @@ from ridgeline.models.llama import Llama
 from ridgeline.models.mlp import MLP
 from ridgeline.models.vit import ViT
 from ridgeline.parallel.apply import arrange
+from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.dropout import apply_keyed_dropout
 from ridgeline.parallel.mesh import build_mesh
 from ridgeline.parallel.random import Randomness
@@ -43,6 +44,7 @@ from ridgeline.parallel.tensor import (
     plan_tensor,
     use_randomness,
 )
+from ridgeline.parallel.tensor.compiled import Programs, as_written
 from ridgeline.parallel.tensor.runs import follow_cut
 from ridgeline.parallel.tensor.split import chunk_sizes, join_pieces
 from ridgeline.train.objective import Objective
@@ -126,10 +128,10 @@ def hf_llama(**options: Any) -> tuple[nn.Module, str, Tensor, Tensor]:
     return model, "causal_lm", *tokens(131, 13)
 
 
-def hf_gpt2(**options: Any) -> tuple[nn.Module, str, Tensor, Tensor]:
+def hf_gpt2(pdrop: float = 0.0, **options: Any) -> tuple[nn.Module, str, Tensor, Tensor]:
     model = HF(
         "GPT2LMHeadModel", vocab_size=131, n_positions=32, n_embd=24, n_layer=2, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
+        resid_pdrop=pdrop, embd_pdrop=pdrop, attn_pdrop=pdrop, **options,
     )  # fmt: skip
     return model, "causal_lm", *tokens(131, 13)
 
@@ -980,3 +982,225 @@ def test_timm(ranks: Any) -> None:
 def compare_timm() -> list[dict[str, float]]:
     CASES["timm_vit"] = timm_vit
     return compare("timm_vit", 1, 2, False, True)
+
+
+# Blocks as programs
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: model.get_submodule(path) for path in find_blocks(model)}
+
+
+def programmed(name: str, tp: int, sp: bool) -> tuple[dict[str, str], int, float]:
+    """Two steps and an evaluation in the view and as programs: why blocks are not, how many programs there
+    are, and the largest difference of a loss, an output or a weight's gradient."""
+    found = []
+    for as_program in (False, True):
+        model, task, inputs, targets = build(name)
+        objective = Objective(model, TASKS[task].loss)
+        view = GlobalView(mesh(1, tp), sp)
+        cut_layers(view, objective, plan_tensor(objective, tp, (inputs, targets)))
+        programs = Programs(view, None, as_written)
+        if as_program:
+            programs.add(blocks_of(model))
+        enter_view(view, objective)
+        enter_view(view, model)
+        seen: list[Tensor] = []
+        for size in (len(inputs), 1, len(inputs)):  # a last batch is smaller
+            objective.zero_grad()
+            loss = objective(inputs[:size], targets[:size])
+            loss.backward()
+            seen += [loss.detach(), *(p.grad.clone() for p in objective.parameters())]
+        with torch.no_grad():
+            model.eval()
+            seen.append(main_output(model(inputs)))
+        found.append(seen)
+    differences = [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
+    return programs.refused, programs.num_made, max(differences)
+
+
+WITH_BLOCKS = ["llama", "llama_grouped", "llama_3_heads", "vit_cls", "bert", "hf_llama_grouped", "hf_gpt2", "hf_bert"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+@pytest.mark.parametrize("sp", [False, True])
+def test_programs_compute_the_same(ranks: Any, name: str, sp: bool) -> None:
+    """Bit for bit where no compiler rewrites them; with grad at two sizes, and without."""
+    for refused, num_made, worst in ranks(2, programmed, name, 2, sp):
+        assert refused == {}
+        assert num_made >= 3
+        assert worst == 0.0
+
+
+class Fickle(nn.Module):
+    """A block with a habit that a program could not have."""
+
+    def __init__(self, habit: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.habit, self.calls, self.scale = habit, 0, 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        if self.habit == "counts":
+            self.calls += 1
+            return x + self.down(torch.tanh(self.up(x))) * self.calls
+        if self.habit == "in place":
+            x += self.down(torch.tanh(self.up(x)))
+            return x
+        if self.habit == "looks" and x.sum() > 1e9:
+            return x
+        if self.habit == "draws":
+            x = x + 0 * torch.rand_like(x)
+        if self.habit == "watches" and x.requires_grad:
+            x = x + 0
+            x.register_hook(lambda g: g * 2)
+        if self.habit == "view":
+            y = x + self.down(torch.tanh(self.up(x)))
+            return x.view(x.shape), y
+        return x + self.down(torch.tanh(self.up(x))) * self.scale
+
+
+class Fickles(nn.Module):
+    def __init__(self, habit: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Fickle(habit) for _ in range(2))
+        self.scale, self.out = nn.Parameter(torch.ones(24)), nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+            x = x[1] if isinstance(x, tuple) else x
+        return self.out(x).mean(1)
+
+
+def fickle(habit: str) -> tuple[dict[str, str], int, list[float], list[float]]:
+    losses: list[list[float]] = []
+    for as_program in (False, True):
+        torch.manual_seed(5)
+        model = Fickles("" if habit == "set" else habit).double()
+        inputs, targets = torch.randn(3, 7, 24, dtype=torch.float64), torch.randint(0, 5, (3,))
+        objective = Objective(model, TASKS["classify"].loss)
+        plan = plan_tensor(objective, 2, (inputs, targets))
+        for layer in model.layers:
+            layer.calls = 0
+        view = GlobalView(mesh(1, 2), False)
+        cut_layers(view, objective, plan)
+        programs = Programs(view, None, as_written)
+        if as_program:
+            programs.add(blocks_of(model))
+        enter_view(view, objective)
+        losses.append([])
+        for step in range(3):
+            if habit == "set":  # what the loop changes between steps is seen
+                for layer in model.layers:
+                    layer.scale = 1.0 + step
+            loss = objective(inputs, targets)
+            loss.backward()
+            up = model.layers[0].up.weight
+            losses[-1] += [float(loss.detach()), float(up.grad.sum()) if up.grad is not None else 0]
+            objective.zero_grad()
+    return programs.refused, programs.num_made, losses[0], losses[1]
+
+
+@pytest.mark.parametrize(
+    ("habit", "why"),
+    [
+        ("counts", "it keeps something of one call for the next"),
+        ("in place", "it changes its input in place"),
+        ("looks", "DataDependent"),
+        ("draws", "draws from torch's generator"),
+        ("watches", "it uses register_hook"),
+        ("view", "it returns its input, or a view of it"),
+    ],
+)
+def test_a_block_that_no_program_can_stand_for_runs_in_the_view(
+    ranks: Any, habit: str, why: str
+) -> None:
+    for refused, num_made, alone, split in ranks(2, fickle, habit):
+        assert num_made == 0
+        assert set(refused) == {"layers.0", "layers.1"}
+        assert all(why in reason for reason in refused.values()), refused
+        assert split == alone
+
+
+def test_a_setting_that_changes_is_another_program(ranks: Any) -> None:
+    for refused, num_made, alone, split in ranks(2, fickle, "set"):
+        assert (refused, num_made) == ({}, 3)
+        assert split == alone
+        assert len(set(split)) == len(split)
+
+
+def keyed(sp: bool, functional: bool) -> tuple[list[float], list[float], int]:
+    """Losses with dropout of three steps, whose samples differ: in the view, and as programs."""
+    losses: list[list[float]] = []
+    for as_program in (False, True):
+        torch.manual_seed(1)
+        inputs, targets = tokens(131, 11)
+        if functional:
+            model, _, inputs, targets = hf_gpt2(pdrop=0.2)
+            model = model.double()
+        else:
+            model = Bert(131, 24, 2, 4, max_seq=16, dropout=0.3).double()
+        objective = Objective(model, TASKS["causal_lm" if functional else "masked_lm"].loss)
+        randomness = Randomness(3)
+        plan = plan_tensor(objective, 2, (inputs, targets))
+        apply_keyed_dropout(model, randomness)
+        view = GlobalView(mesh(1, 2), sp)
+        use_randomness(view, randomness)
+        cut_layers(view, objective, plan)
+        programs = Programs(view, randomness, as_written)
+        if as_program:
+            programs.add(blocks_of(model))
+        enter_view(view, objective)
+        losses.append([])
+        for step in range(3):
+            randomness.begin(step, torch.tensor([step, step + 5]))
+            loss = objective(inputs, targets)
+            loss.backward()
+            losses[-1].append(float(loss.detach()))
+        norm = sum(float(p.grad.square().sum()) for p in objective.parameters())
+        losses[-1].append(norm)
+    assert programs.refused == {}, programs.refused
+    return losses[0], losses[1], programs.num_made
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("functional", [False, True])
+def test_dropout_of_programs_is_that_of_the_view(ranks: Any, sp: bool, functional: bool) -> None:
+    """One program serves every block and every step, and yet each drops what is its own."""
+    for alone, split, num_made in ranks(2, keyed, sp, functional):
+        assert split == alone
+        assert len(set(split)) == len(split)
+        assert num_made == (2 if functional else 1)  # transformers numbers its blocks
+
+
+def compiled_steps(layout: str) -> tuple[list[float], list[float], list[str]]:
+    """Three steps of a Llama arranged with the compiler and without, on the same ranks."""
+    losses: list[list[float]] = []
+    for compiles in (False, True):
+        model, task, inputs, targets = build("llama")
+        wanted = Layout.parse(layout).replace(compile=compiles)
+        built = arrange(
+            Objective(model, TASKS[task].loss), wanted, build_mesh(read_rank_env(), wanted, torch.device("cpu")),
+            model=model, loss=TASKS[task].loss, example=(inputs,), randomness=Randomness(1),
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(built.objective.parameters(), 0.1)
+        losses.append([])
+        for _ in range(3):
+            loss = built.objective(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    assert built.programs is not None
+    return losses[0], losses[1], built.uncompiled()
+
+
+@pytest.mark.slow
+def test_a_compiled_split_model_trains_the_same(ranks: Any) -> None:
+    """With torch's compiler, and blocks computed again in backward."""
+    for alone, compiled, left in ranks(2, compiled_steps, "tp=2,sp=true,recompute=full", timeout=240):
+        assert left == []
+        assert compiled == pytest.approx(alone, rel=1e-9)
+        assert len(set(compiled)) == 3

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -98,6 +99,8 @@ class GlobalView(TorchFunctionMode):
         self.dropout: Callable[[Tensor, float, Part], Tensor] = draw_dropout
         self.fallbacks = Fallbacks()
         """Functions that got cut arguments whole."""
+        self.watched: deque[str] = deque(maxlen=1)
+        """How the model's code has looked at gradients, the last time it did."""
         self.splits: dict[str, Any] = {}
         self.report: str = ""
         self._depth = 0
@@ -324,9 +327,11 @@ class GlobalView(TorchFunctionMode):
             return func(*args, **kwargs)
         name = table.name_of(func)
         if name in watch.NAMES and isinstance(args[0], DTensor):
+            self.watched.append(name)
             with torch._C.DisableTorchFunction():
                 return watch.watch(self, name, func, *args, **kwargs)
         if func is torch.autograd.grad:
+            self.watched.append("autograd.grad")
             return watch.gradients(self, *args, **kwargs)
         if name in table.NATIVE:
             return func(*args, **kwargs)
