@@ -1,9 +1,9 @@
-"""Tensor parallelism in the view and as compiled programs: seconds of a step of a small Llama, turn by turn.
+"""Tensor parallelism in the view and as compiled programs: a step of a small Llama, turn by turn.
 
     python benchmarks/tensor_compiled.py [--ranks 2] [--turns 5]
 
-Small enough that the host decides, as it does on a GPU with any but the largest blocks. Both arrangements live
-in the same processes and take turns of ten steps; a figure is the median of the turns.
+Small enough that the host decides, as it does on a GPU with any but the largest blocks. Both arrangements
+live in the same processes and take turns of ten steps; a figure is the median of the turns.
 """
 
 from __future__ import annotations
