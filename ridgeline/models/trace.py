@@ -311,6 +311,7 @@ def _blocks(
                 reductions_forward=len(reduced[0]),
                 reduced_backward=amounts[1],
                 reductions_backward=len(reduced[1]),
+                logits=pairs["wide"].amount(unit.logits, pairs["wide"].large.units[index].logits),
             )
         )
     return merge_equal(blocks)

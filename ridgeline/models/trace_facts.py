@@ -70,9 +70,12 @@ def unit_costs(pair: Pair) -> list[Costs]:
                 saved_compiled=sums.of(sums.compiled.get(index, ())),
                 casts=sums.bytes(partial(_is_copy, unit=index)),
                 peak_forward=_both(pair, small.peak_forward, large.peak_forward),
-                peak_backward=_both(pair, small.peak_backward, large.peak_backward),
-                peak_gradients=_both(pair, small.peak_gradients, large.peak_gradients),
+                peak_backward=_both(pair, small.peaks_backward[0], large.peaks_backward[0]),
+                peak_gradients=_both(pair, small.peaks_gradients[0], large.peaks_gradients[0]),
                 output=sums.output(index),
+                split_backward=_each(pair, small.peaks_backward[1:], large.peaks_backward[1:]),
+                split_gradients=_each(pair, small.peaks_gradients[1:], large.peaks_gradients[1:]),
+                at_loss=_both(pair, small.at_loss, large.at_loss),
             )
         )
     return costs
@@ -99,6 +102,12 @@ def _is_result(storage: Storage, pair: Pair, unit: int) -> bool:
 def _both(pair: Pair, small: Sequence[int], large: Sequence[int]) -> Bytes:
     """Whole, split and gathered bytes of both batches."""
     return Bytes(*(pair.amount(a, b) for a, b in zip(small, large, strict=True)))
+
+
+def _each(
+    pair: Pair, small: Sequence[Sequence[int]], large: Sequence[Sequence[int]]
+) -> tuple[Bytes, ...]:
+    return tuple(_both(pair, a, b) for a, b in zip(small, large, strict=True))
 
 
 class _Totals:
@@ -391,6 +400,10 @@ def merge_equal(blocks: Sequence[Block]) -> tuple[Block, ...]:
                     peak_forward=_larger(cost.peak_forward, block.costs[mode].peak_forward),
                     peak_backward=_larger(cost.peak_backward, block.costs[mode].peak_backward),
                     peak_gradients=_larger(cost.peak_gradients, block.costs[mode].peak_gradients),
+                    split_backward=_largest(cost.split_backward, block.costs[mode].split_backward),
+                    split_gradients=_largest(
+                        cost.split_gradients, block.costs[mode].split_gradients
+                    ),
                 )
                 for mode, cost in last.costs.items()
             }
@@ -404,6 +417,10 @@ def _larger(a: Bytes, b: Bytes) -> Bytes:
     return a if a.total.at(1) >= b.total.at(1) else b
 
 
+def _largest(a: Sequence[Bytes], b: Sequence[Bytes]) -> tuple[Bytes, ...]:
+    return tuple(_larger(one, other) for one, other in zip(a, b, strict=True))
+
+
 def _alike(a: Block, b: Block) -> bool:
     nothing = Bytes()
 
@@ -414,6 +431,8 @@ def _alike(a: Block, b: Block) -> bool:
                 peak_forward=nothing,
                 peak_backward=nothing,
                 peak_gradients=nothing,
+                split_backward=(),
+                split_gradients=(),
                 saved_compiled=nothing,
             )
             for mode, cost in block.costs.items()

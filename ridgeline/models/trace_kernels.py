@@ -65,6 +65,9 @@ class Storage:
     split: bool = False
     gathered: bool = False
     """Read by a layer that is split, which needs all of it."""
+    lent: bool = False
+    """What a split layer was called with: gathered beside a rank's part until the call is over, and cast
+    to what the layer reads."""
     kind: str = "made"
     """`made`, `parameter`, `buffer`, `input` or `weight` (a parameter in another type)."""
     producer: int = -1
@@ -82,7 +85,7 @@ class Storage:
     @property
     def place(self) -> int:
         """Among bytes that are whole, split and gathered."""
-        return 1 if self.split else 2 if self.gathered else 0
+        return 1 if self.split else 2 if self.gathered or self.lent else 0
 
 
 @dataclass
@@ -179,12 +182,12 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def is_result_split(name: str, role: str, backward: bool, split: bool) -> bool:
-    """Whether ranks divide the result among them."""
+def is_result_split(name: str, role: str, backward: bool, split: bool, reads_weight: bool) -> bool:
+    """Whether ranks divide the result among them; `reads_weight`: it is no gradient of a weight."""
     if name not in ("mm", "addmm") or not role:
         return split
     if role in ("column", "head"):
-        return not backward
+        return not (backward and reads_weight)
     return backward
 
 

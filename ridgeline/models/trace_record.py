@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,12 @@ from ridgeline.models.trace_kernels import (
     stored_attention,
 )
 
+_Moment = tuple[int, ...]
+"""Whole, split and gathered bytes that are alive."""
+RANKS: Final = ((1.0, 1.0, 1.0), (1.0, 1 / 8, 1.0), (1 / 8, 1 / 8, 1.0))
+"""What of those a rank has: alone, one of eight that split layers, the same with the sequence cut. The
+worst moment of a block is not the same one for all."""
+
 
 @dataclass
 class Unit:
@@ -53,13 +59,22 @@ class Unit:
     modules: list[str] = field(default_factory=list)
     peak_forward: tuple[int, ...] = (0, 0, 0)
     """Whole, split and gathered."""
-    peak_backward: tuple[int, ...] = (0, 0, 0)
-    peak_gradients: tuple[int, ...] = (0, 0, 0)
+    peaks_backward: list[_Moment] = field(default_factory=lambda: [(0, 0, 0)] * len(RANKS))
+    """By `RANKS`."""
+    peaks_gradients: list[_Moment] = field(default_factory=lambda: [(0, 0, 0)] * len(RANKS))
+    at_loss: _Moment = (0, 0, 0)
+    """Alive when a loss of split classes begins, the logits too."""
+    logits: int = 0
+    """Elements of those."""
     before: tuple[int, ...] = (0, 0, 0)
     """Kept by the units before it."""
     gradients: list[int] = field(default_factory=lambda: [0, 0, 0])
     """Of its parameters, so far."""
     views: list[int] = field(default_factory=lambda: [0, 0])
+
+
+def _weigh(moment: _Moment, shares: tuple[float, ...]) -> float:
+    return sum(size * share for size, share in zip(moment, shares, strict=True))
 
 
 class Recorder(TorchDispatchMode):
@@ -201,6 +216,9 @@ class Recorder(TorchDispatchMode):
             storage = self._known(tensor)
             if storage is not None and storage.number not in self._column_inputs:
                 self._column_inputs.add(storage.number)
+                is_input = any(storage.number in unit.inputs for unit in self.units)
+                if storage.kind == "made" and not storage.split and not is_input:
+                    self._set_place(storage, False, storage.gathered, lent=True)
                 self.reduced.append((len(self.units) - 1, name, True, tensor.numel()))
 
     def _follow(self, module: nn.Module, name: str, args: Any, output: Any) -> None:
@@ -285,9 +303,14 @@ class Recorder(TorchDispatchMode):
         if not self.backward:
             unit.peak_forward = max(unit.peak_forward, now, key=sum)
             return
-        unit.peak_backward = max(unit.peak_backward, now, key=sum)
         with_own = tuple(a + b for a, b in zip(now, unit.gradients, strict=True))
-        unit.peak_gradients = max(unit.peak_gradients, with_own, key=sum)
+        for place, shares in enumerate(RANKS):
+            for peaks, moment in (
+                (unit.peaks_backward, now),
+                (unit.peaks_gradients, with_own),
+            ):
+                if _weigh(moment, shares) > _weigh(peaks[place], shares):
+                    peaks[place] = moment
 
     # Kernels
 
@@ -350,18 +373,31 @@ class Recorder(TorchDispatchMode):
                 name, read, role, self.backward, [s.split for s in sources], sources
             )
             split = split if name in ("bmm", "baddbmm") else bool(product[2])
-            if role in ("column", "head") and not self.backward:
-                for storage in activations:
-                    if storage.kind == "made" and not storage.split:
-                        self._set_place(storage, False, True)
+            for storage in activations:
+                if storage.kind != "made" or storage.split:
+                    continue
+                if role in ("column", "head") and not self.backward:
+                    self._set_place(storage, False, True)
+                elif role == "row" and self.backward and storage.unit == unit:
+                    self._set_place(storage, False, storage.gathered, lent=True)
         made = [self._storage(t) for t in written]
+        reads_weight = any(s.kind in ("parameter", "weight") for s in sources)
+        result_split = is_result_split(name, role, self.backward, split, reads_weight)
+        # Gradients of what was gathered are whole until ranks have summed them, their casts and sums too.
+        pending = self.backward and not result_split
+        if is_matrix:
+            pending = pending and role in ("column", "head")
+        else:
+            pending = pending and bool(activations) and all(s.gathered for s in activations)
         index = len(self.kernels)
         for tensor, storage in zip(written, made, strict=True):
             if storage.producer < 0 and storage.kind == "made":
                 storage.producer = index
-                self._set_place(storage, is_result_split(name, role, self.backward, split), False)
+                self._set_place(storage, result_split, pending)
                 storage.is_product |= is_matrix or name in ("convolution", "attention")
                 storage.is_mask = name == "native_dropout" and tensor.dtype == torch.bool
+        if name == "_log_softmax" and split and not self.backward:
+            self._note_loss(made, written[0].numel())
         if name in EMPTY:
             for storage in made:
                 storage.producer = -1
@@ -401,9 +437,16 @@ class Recorder(TorchDispatchMode):
         )
         self._peak()
 
-    def _set_place(self, storage: Storage, split: bool, gathered: bool) -> None:
+    def _note_loss(self, made: list[Storage], logits: int) -> None:
+        unit = self.units[self._where()[0]]
+        now = [live - before for live, before in zip(self.live, unit.before, strict=True)]
+        for storage in made:
+            now[storage.place] -= storage.num_bytes
+        unit.at_loss, unit.logits = tuple(now), logits
+
+    def _set_place(self, storage: Storage, split: bool, gathered: bool, lent: bool = False) -> None:
         before = storage.place
-        storage.split, storage.gathered = split, gathered
+        storage.split, storage.gathered, storage.lent = split, gathered, lent
         if storage.place != before and storage.kind in ("made", "weight"):
             self.live[before] -= storage.num_bytes
             self.live[storage.place] += storage.num_bytes

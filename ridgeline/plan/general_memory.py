@@ -12,25 +12,23 @@ from typing import Final
 
 from ridgeline.plan.general import ModuleJob, recomputes
 from ridgeline.plan.general_time import parameters_of, sent_bytes, trainable_of
+from ridgeline.plan.kernels import element_bytes
 from ridgeline.plan.memory import StepMemory, in_flight
 from ridgeline.plan.module import Block
 
-SUMMED: Final = 1.2
-"""Bytes an element of what tensor-parallel ranks sum, which is kept once more on the way."""
+LOSS: Final = {"wide": 12.0, "cast": 16.0, "half": 16.0}
+"""Bytes that the loss of split classes makes for each logit: float32 logits where they are not that
+already, those less their maximum, their exponentials and their shares, all there at the end."""
 
 
 def _kept(job: ModuleJob, block: Block) -> float:
     """What a block keeps for backward, a microbatch."""
     costs = block.costs[job.mode]
     if not recomputes(job, block):
-        kept = job.bytes(costs.saved_compiled if job.software.compiled else costs.saved)
-    elif job.recompute == "full":
-        kept = job.bytes(costs.saved_full) / _stretch(job, block)
-    else:
-        kept = job.bytes(costs.saved_selective)
-    if job.tp > 1 and not recomputes(job, block):
-        kept += SUMMED * block.reduced_forward.at(job.samples)
-    return kept
+        return job.bytes(costs.saved_compiled if job.software.compiled else costs.saved)
+    if job.recompute == "full":
+        return job.bytes(costs.saved_full) / _stretch(job, block)
+    return job.bytes(costs.saved_selective)
 
 
 def _kept_each(job: ModuleJob, block: Block) -> float:
@@ -76,7 +74,9 @@ def module_stage_memory(job: ModuleJob, rank: int) -> StepMemory:
     activations = kept + max(others, 0.0)
     loss = 0.0
     if rank == job.pp - 1 and not blocks[-1][0].recompute:
-        loss = min(working, job.bytes(blocks[-1][0].costs[job.mode].peak_backward))
+        last = blocks[-1][0]
+        most = max(job.bytes(last.costs[job.mode].peak_backward), _split_loss(job, last))
+        loss = min(working, most)
     device = job.machine.device
     held = sum(n * block.buffer_bytes for block, n in blocks)
     temporary = activations + working + gathered
@@ -118,18 +118,37 @@ def _largest(job: ModuleJob, blocks: list[tuple[Block, int]], each: float) -> tu
         if recomputes(job, block) and job.recompute == "full":
             # Not kept, but autocast holds its copies of weights until forward is over.
             copies += n * job.bytes(block.costs[job.mode].casts)
-        ahead = job.bytes(block.costs[job.mode].peak_forward) + copies
+        ahead = job.bytes(block.costs[job.mode].peak_forward)
+        ahead = max(ahead, _split_loss(job, block)) + copies
         worst = max(worst, (start + (n - 1) * _kept(job, block), ahead), key=sum)
     return worst
+
+
+def _split_loss(job: ModuleJob, block: Block) -> float:
+    """The most while the loss of split classes is computed, which is another program than the whole one:
+    see `parallel/tensor/loss.py`."""
+    if job.tp == 1 or not block.logits.per_sample:
+        return 0.0
+    made = LOSS[job.mode] * block.logits.at(job.samples) / job.tp
+    return job.bytes(block.costs[job.mode].at_loss) + made
 
 
 def _backward(job: ModuleJob, block: Block, gradients: bool) -> float:
     costs = block.costs[job.mode]
     peak = job.bytes(costs.peak_gradients if gradients else costs.peak_backward)
+    if job.tp > 1:
+        split = costs.split_gradients if gradients else costs.split_backward
+        peak = max(peak, *map(job.bytes, split), 0.0)
     if job.software.compiled:
         peak -= job.bytes(costs.saved) - job.bytes(costs.saved_compiled)
     if recomputes(job, block):
-        peak += job.bytes(costs.saved_full)
+        # The second pass is over before backward has let go of anything: it is asked for by the first
+        # product, which has the gradient of the block's output by then, gathered if it is cut.
+        again = job.bytes(costs.peak_forward) + job.bytes(costs.output)
+        if job.sp and block.reductions_forward:
+            each = block.reduced_forward.at(job.samples) / block.reductions_forward
+            again += element_bytes(job.precision) * each
+        peak = max(peak, again) + job.bytes(costs.saved_full)
         if (neighbours := _stretch(job, block) - 1) > 0:
             # The others of the same stretch are there again too.
             alike = [job.bytes(b.costs[job.mode].saved) for b in job.model.blocks if b.recompute]

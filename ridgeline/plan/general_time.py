@@ -190,9 +190,11 @@ def _pipeline_s(job: ModuleJob, forward: list[list[float]], backward: list[list[
 
 
 def sent_bytes(job: ModuleJob, rank: int) -> float:
-    """From a rank's first chunk to the next rank's, a microbatch."""
+    """From a rank's first chunk to the next rank's, a microbatch: of the type that it had when the stages
+    were planned, which is before weights become 16 bits wide."""
     last = job.chunks_of(rank)[0][-1][0]
-    return job.bytes(job.model.blocks[last].costs[job.mode].output)
+    mode = "cast" if job.mode == "half" else job.mode
+    return job.bytes(job.model.blocks[last].costs[mode].output)
 
 
 def send_s(job: ModuleJob, rank: int) -> float:

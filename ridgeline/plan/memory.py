@@ -135,8 +135,9 @@ def in_flight(
 
 
 def _own_memory(job: Job, rank: int) -> StepMemory:
-    """What this library holds: the larger of two moments, the loss (where autocast still has its casts
-    of all weights) and its backward, or the end of backward, where all gradients are there."""
+    """What this library holds: the largest of four moments, the loss (where autocast still has its casts
+    of all weights) and its backward, the first layer that goes back, with all activations still there, or
+    the end of backward, where all gradients are there."""
     model, part = job.model, job.part
     count, shards = float(parameters_of(job, rank)), job.sharers
     half = is_half(job.zero, job.precision)
@@ -166,11 +167,14 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
     activations = kept * layers / job.virtual * flight
     if job.offload == "activations":
         activations = min(activations, kept * BLOCKS_HERE)
-    n = part.samples * model.seq / part.cp * model.hidden / (job.tp if job.sp else 1)
+    whole = part.samples * model.seq / part.cp * model.hidden
+    n = whole / (job.tp if job.sp else 1)
     loss, loss_back = own_logits(model, part, job.zero) if rank == job.pp - 1 else (0.0, 0.0)
-    end = 6.0 * n if rank == job.pp - 1 else 0.0
+    # The last norm's input, and what the head reads, which is all of the sequence.
+    end = 4.0 * n + 2.0 * whole if rank == job.pp - 1 else 0.0
     cached = 2.0 * products if casts and job.recompute != "selective" else 0.0
     saved = 2.0 * (products if job.recompute == "none" else head) if casts else 0.0
+    in_graph = saved
     if job.pp > 1:
         saved = cached
     if job.zero == 3:
@@ -181,9 +185,9 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
     received = 0.0
     if job.pp > 1:
         # A place for what each microbatch receives, and what was sent until it is used.
-        wide = 2.0 if half else 4.0
-        received = wide * n * job.microbatches
-        activations += wide * n * flight
+        # They have the type of before weights became 16 bits wide.
+        received = 4.0 * n * job.microbatches
+        activations += 4.0 * n * flight
     again = everything if job.recompute != "none" else 0.0
     buffered = accumulates or job.offload == "optimizer"
     last_gradients = 0.0 if half or buffered else 4.0 * count
@@ -191,6 +195,7 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
     moments = (
         (activations, loss + end, cached),
         (activations, loss_back + end, saved),
+        (activations, 0.0, in_graph + again + everything / 2),
         (kept, 0.0, last_gradients + again + everything / 2 + 3 * layer),
     )
     kept_then, logits, working = max(moments, key=sum)

@@ -155,6 +155,12 @@ class Costs:
     """The same in backward with the gradients that the block itself has made by then."""
     output: Bytes
     """What later blocks read: what a pipeline sends if it is cut behind this block."""
+    split_backward: tuple[Bytes, ...] = ()
+    """As `peak_backward`, but what would be most on a rank of several that split layers: without and with
+    the sequence cut among them."""
+    split_gradients: tuple[Bytes, ...] = ()
+    at_loss: Bytes = Bytes()
+    """What is there when a loss of split classes begins, the logits too."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +212,8 @@ class Block:
     reductions_forward: int = 0
     reduced_backward: Amount = Amount()
     reductions_backward: int = 0
+    logits: Amount = Amount()
+    """Elements that a cross-entropy reads of which tensor-parallel ranks divide the classes."""
 
     @property
     def count(self) -> int:
@@ -275,7 +283,7 @@ class ModuleFacts:
 
 _INNER: Final[dict[str, Any]] = {
     "blocks": Block, "leaves": Leaf, "products": Product, "attention": Attention, "halos": Halo,
-    "costs": Costs, "moved": Bytes,
+    "costs": Costs, "moved": Bytes, "split_backward": Bytes, "split_gradients": Bytes,
 }  # fmt: skip
 
 

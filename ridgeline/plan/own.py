@@ -173,9 +173,6 @@ def own_activations(model: Transformer, part: Slice, half: bool) -> tuple[float,
     core = low * tokens * (2 * q + 2 * kv)
     inner = low * tokens * f * (4 if model.gated else 2)
     everything = 2 * wide * here + shared + core + inner + 4.0 * tokens * model.heads / t
-    if t > 1:
-        # What is gathered or summed over ranks on the way is kept once more.
-        everything += 2.4 * n
     products = low * tokens * (2 * q + 2 * kv + (2 if model.gated else 1) * f)
     products += 2 * low * here
     return everything, wide * here + products, wide * here
@@ -185,7 +182,13 @@ def own_logits(model: Transformer, part: Slice, zero: int) -> tuple[float, float
     """Bytes at the loss, forward and backward, at their peaks."""
     elements = part.samples * model.seq / part.cp * -(-model.vocab // part.tp)
     low = element_bytes(part.precision)
+    if part.tp > 1:
+        # The loss of split classes makes float32 logits where they are not that already, those less their
+        # maximum, their exponentials and their shares, and holds them all when the last is written.
+        forward = 16.0 if low == 4 else 18.0
+    else:
+        forward = 8.0
     if low == 4:
-        return 8.0 * elements, 12.0 * elements
+        return forward * elements, 12.0 * elements
     # Sharded modules hand out float32 logits; else the loss reads 16 bits and writes float32.
-    return 8.0 * elements, (12.0 if zero == 3 else 10.0) * elements
+    return forward * elements, (12.0 if zero == 3 else 10.0) * elements
