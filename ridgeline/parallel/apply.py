@@ -167,6 +167,8 @@ def _compile_split(built: Arranged) -> None:
     from ridgeline.parallel.tensor.compiled import Programs, inductor
 
     blocks = {path: b for part in built.parts for path, b in built.blocks_of(part).items()}
+    if not blocks and built.staged is not None:
+        return  # a stage that is nothing but the model's beginning or end
     if not blocks:
         built.notes.append(
             "compile=true does nothing here: a split model is compiled block by block, and this one has "

@@ -228,11 +228,17 @@ class Arranged:
         return merge_gathered(everyone)
 
     def uncompiled(self) -> list[str]:
-        """Sentences on blocks of a split model that no compiled program could stand for so far."""
-        if self.programs is None:
+        """Sentences on blocks of a split model that no compiled program could stand for so far, on any
+        rank; all of them call it."""
+        if not self.layout.compile or self.view is None:
             return []
+        refused = dict(self.programs.refused) if self.programs is not None else {}
+        if self.mesh.world_group is not None:
+            everyone: list[Any] = [None] * dist.get_world_size(self.mesh.world_group)
+            dist.all_gather_object(everyone, refused, group=self.mesh.world_group)
+            refused = {path: why for one in reversed(everyone) for path, why in one.items()}
         reasons: dict[str, list[str]] = {}
-        for path, reason in self.programs.refused.items():
+        for path, reason in refused.items():
             reasons.setdefault(reason, []).append(path)
         return [
             f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''} runs uncompiled under "

@@ -7,8 +7,9 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,8 @@ from ridgeline.train.objective import Objective
 from ridgeline.train.tasks import TASKS, main_output
 
 BOUND = 1e-9
+LONG_S = 240.0
+"""For what traces or compiles."""
 
 
 @functools.cache
@@ -1026,7 +1029,7 @@ WITH_BLOCKS = ["llama", "llama_grouped", "llama_3_heads", "vit_cls", "bert", "hf
 @pytest.mark.parametrize("sp", [False, True])
 def test_programs_compute_the_same(ranks: Any, name: str, sp: bool) -> None:
     """Bit for bit where no compiler rewrites them; with grad at two sizes, and without."""
-    for refused, num_made, worst in ranks(2, programmed, name, 2, sp):
+    for refused, num_made, worst in ranks(2, programmed, name, 2, sp, timeout=LONG_S):
         assert refused == {}
         assert num_made >= 3
         assert worst == 0.0
@@ -1039,11 +1042,27 @@ class Fickle(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
         self.habit, self.calls, self.scale = habit, 0, 1.0
+        self.config, self.cache = SimpleNamespace(scale=1.0, calls=0), {}
+        self.register_buffer("times", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Any:
         if self.habit == "counts":
             self.calls += 1
             return x + self.down(torch.tanh(self.up(x))) * self.calls
+        if self.habit == "counts elsewhere":
+            self.config.calls += 1
+            return x + self.down(torch.tanh(self.up(x))) * self.config.calls
+        if self.habit == "new buffer":
+            self.times = self.times + 1
+            return x + self.down(torch.tanh(self.up(x))) * self.times
+        if self.habit == "cache":
+            if "shift" not in self.cache:
+                self.cache["shift"] = torch.arange(24, dtype=torch.float64)
+            x = x + self.cache["shift"]
+        if self.habit == "sends":
+            sent = torch.ones(24, dtype=torch.float64)
+            dist.all_reduce(sent)
+            x = x + sent
         if self.habit == "in place":
             x += self.down(torch.tanh(self.up(x)))
             return x
@@ -1057,7 +1076,7 @@ class Fickle(nn.Module):
         if self.habit == "view":
             y = x + self.down(torch.tanh(self.up(x)))
             return x.view(x.shape), y
-        return x + self.down(torch.tanh(self.up(x))) * self.scale
+        return x + self.down(torch.tanh(self.up(x))) * self.scale * self.config.scale
 
 
 class Fickles(nn.Module):
@@ -1078,12 +1097,14 @@ def fickle(habit: str) -> tuple[dict[str, str], int, list[float], list[float]]:
     losses: list[list[float]] = []
     for as_program in (False, True):
         torch.manual_seed(5)
-        model = Fickles("" if habit == "set" else habit).double()
+        model = Fickles("" if habit.startswith("set") else habit).double()
         inputs, targets = torch.randn(3, 7, 24, dtype=torch.float64), torch.randint(0, 5, (3,))
         objective = Objective(model, TASKS["classify"].loss)
         plan = plan_tensor(objective, 2, (inputs, targets))
-        for layer in model.layers:
-            layer.calls = 0
+        for layer in model.layers:  # planning has called them
+            layer.calls, layer.config.calls = 0, 0
+            layer.times.zero_()
+            layer.cache.clear()
         view = GlobalView(mesh(1, 2), False)
         cut_layers(view, objective, plan)
         programs = Programs(view, None, as_written)
@@ -1095,10 +1116,14 @@ def fickle(habit: str) -> tuple[dict[str, str], int, list[float], list[float]]:
             if habit == "set":  # what the loop changes between steps is seen
                 for layer in model.layers:
                     layer.scale = 1.0 + step
+            if habit == "set in config":
+                for layer in model.layers:
+                    layer.config.scale = 1.0 + step
             loss = objective(inputs, targets)
             loss.backward()
             up = model.layers[0].up.weight
             losses[-1] += [float(loss.detach()), float(up.grad.sum()) if up.grad is not None else 0]
+            losses[-1].append(float(model.layers[1].times))
             objective.zero_grad()
     return programs.refused, programs.num_made, losses[0], losses[1]
 
@@ -1107,6 +1132,10 @@ def fickle(habit: str) -> tuple[dict[str, str], int, list[float], list[float]]:
     ("habit", "why"),
     [
         ("counts", "it keeps something of one call for the next"),
+        ("counts elsewhere", "it keeps something of one call for the next"),
+        ("new buffer", "it keeps something of one call for the next"),
+        ("cache", "it keeps something of one call for the next"),
+        ("sends", "is waited for by other code"),
         ("in place", "it changes its input in place"),
         ("looks", "DataDependent"),
         ("draws", "draws from torch's generator"),
@@ -1117,21 +1146,92 @@ def fickle(habit: str) -> tuple[dict[str, str], int, list[float], list[float]]:
 def test_a_block_that_no_program_can_stand_for_runs_in_the_view(
     ranks: Any, habit: str, why: str
 ) -> None:
-    for refused, num_made, alone, split in ranks(2, fickle, habit):
+    for refused, num_made, alone, split in ranks(2, fickle, habit, timeout=LONG_S):
         assert num_made == 0
         assert set(refused) == {"layers.0", "layers.1"}
         assert all(why in reason for reason in refused.values()), refused
         assert split == alone
 
 
-def test_a_setting_that_changes_is_another_program(ranks: Any) -> None:
-    for refused, num_made, alone, split in ranks(2, fickle, "set"):
-        assert (refused, num_made) == ({}, 3)
+@pytest.mark.parametrize("habit", ["set", "set in config"])
+def test_a_setting_that_changes_is_another_program(ranks: Any, habit: str) -> None:
+    for refused, num_made, alone, split in ranks(2, fickle, habit, timeout=LONG_S):
+        # A configuration that each block has for itself is another one.
+        assert (refused, num_made) == ({}, 6)
         assert split == alone
-        assert len(set(split)) == len(split)
+        assert len(set(split[::3])) == 3
 
 
-def keyed(sp: bool, functional: bool) -> tuple[list[float], list[float], int]:
+def disagreeing() -> tuple[dict[str, str], int, bool]:
+    """The compiler fails on one rank only; whether the loss is that of the view."""
+
+    def backend(trace: Any, check: Any, when_ready: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no compiler here")
+        return as_written(trace, check, when_ready)
+
+    losses = []
+    for as_program in (False, True):
+        model, task, inputs, targets = build("llama")
+        objective = Objective(model, TASKS[task].loss)
+        view = GlobalView(mesh(1, 2), False)
+        cut_layers(view, objective, plan_tensor(objective, 2, (inputs, targets)))
+        programs = Programs(view, None, backend)
+        if as_program:
+            programs.add(blocks_of(model))
+        enter_view(view, objective)
+        losses.append(float(objective(inputs, targets).detach()))
+    return programs.refused, programs.num_made, losses[0] == losses[1]
+
+
+def test_ranks_have_a_program_together_or_not_at_all(ranks: Any) -> None:
+    other, own = ranks(2, disagreeing, timeout=LONG_S)
+    assert {*other[0].values()} == {"it cannot be one on another rank"}
+    assert {*own[0].values()} == {"RuntimeError: no compiler here"}
+    assert other[1:] == own[1:] == (0, True)
+
+
+class OneOfTwo(nn.Module):
+    """Blocks of one class, of which one has a factor and the other a shift of the same shape."""
+
+    def __init__(self, scales: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.register_parameter("factor", nn.Parameter(torch.full((24,), 2.0)) if scales else None)
+        self.register_parameter("shift", None if scales else nn.Parameter(torch.full((24,), 3.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x * self.factor if self.factor is not None else x + self.shift
+
+
+def one_of_two() -> tuple[list[float], int]:
+    losses = []
+    for as_program in (False, True):
+        torch.manual_seed(5)
+        model = Fickles("").double()
+        model.layers = nn.ModuleList(OneOfTwo(bool(i)) for i in range(2)).double()
+        inputs, targets = torch.randn(3, 7, 24, dtype=torch.float64), torch.randint(0, 5, (3,))
+        objective = Objective(model, TASKS["classify"].loss)
+        view = GlobalView(mesh(1, 2), False)
+        cut_layers(view, objective, plan_tensor(objective, 2, (inputs, targets)))
+        programs = Programs(view, None, as_written)
+        if as_program:
+            programs.add(blocks_of(model))
+        enter_view(view, objective)
+        losses.append(float(objective(inputs, targets).detach()))
+    return losses, programs.num_made
+
+
+def test_blocks_with_other_parameters_have_other_programs(ranks: Any) -> None:
+    for losses, num_made in ranks(2, one_of_two, timeout=LONG_S):
+        assert losses[0] == losses[1]
+        assert num_made == 2
+
+
+def keyed(
+    sp: bool, functional: bool, shares: bool = False, again: bool = False
+) -> tuple[list[float], list[float], int]:
     """Losses with dropout of three steps, whose samples differ: in the view, and as programs."""
     losses: list[list[float]] = []
     for as_program in (False, True):
@@ -1142,6 +1242,10 @@ def keyed(sp: bool, functional: bool) -> tuple[list[float], list[float], int]:
             model = model.double()
         else:
             model = Bert(131, 24, 2, 4, max_seq=16, dropout=0.3).double()
+        if shares:  # one module in both blocks
+            first, second = (m for m in model.modules() if type(m) is type(model.layers[0]))
+            name = next(n for n, m in first.named_modules() if isinstance(m, nn.Dropout))
+            second.set_submodule(name, first.get_submodule(name))
         objective = Objective(model, TASKS["causal_lm" if functional else "masked_lm"].loss)
         randomness = Randomness(3)
         plan = plan_tensor(objective, 2, (inputs, targets))
@@ -1152,6 +1256,12 @@ def keyed(sp: bool, functional: bool) -> tuple[list[float], list[float], int]:
         programs = Programs(view, randomness, as_written)
         if as_program:
             programs.add(blocks_of(model))
+        if again:
+            for block in blocks_of(model).values():
+                block.forward = functools.partial(
+                    checkpoint, block.forward, use_reentrant=False,
+                    context_fn=lambda view=view, r=randomness: (nullcontext(), both(view, r)),
+                )  # fmt: skip
         enter_view(view, objective)
         losses.append([])
         for step in range(3):
@@ -1161,15 +1271,21 @@ def keyed(sp: bool, functional: bool) -> tuple[list[float], list[float], int]:
             losses[-1].append(float(loss.detach()))
         norm = sum(float(p.grad.square().sum()) for p in objective.parameters())
         losses[-1].append(norm)
-    assert programs.refused == {}, programs.refused
+    assert shares == bool(programs.refused), programs.refused
     return losses[0], losses[1], programs.num_made
+
+
+@contextmanager
+def both(view: GlobalView, randomness: Randomness) -> Iterator[None]:
+    with view.active(), randomness.replay()[1]:
+        yield
 
 
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("functional", [False, True])
 def test_dropout_of_programs_is_that_of_the_view(ranks: Any, sp: bool, functional: bool) -> None:
     """One program serves every block and every step, and yet each drops what is its own."""
-    for alone, split, num_made in ranks(2, keyed, sp, functional):
+    for alone, split, num_made in ranks(2, keyed, sp, functional, timeout=LONG_S):
         assert split == alone
         assert len(set(split)) == len(split)
         assert num_made == (2 if functional else 1)  # transformers numbers its blocks
@@ -1200,7 +1316,20 @@ def compiled_steps(layout: str) -> tuple[list[float], list[float], list[str]]:
 @pytest.mark.slow
 def test_a_compiled_split_model_trains_the_same(ranks: Any) -> None:
     """With torch's compiler, and blocks computed again in backward."""
-    for alone, compiled, left in ranks(2, compiled_steps, "tp=2,sp=true,recompute=full", timeout=240):
+    for alone, compiled, left in ranks(2, compiled_steps, "tp=2,sp=true,recompute=full", timeout=LONG_S):
         assert left == []
         assert compiled == pytest.approx(alone, rel=1e-9)
         assert len(set(compiled)) == 3
+
+
+def test_dropout_of_programs_that_are_computed_again(ranks: Any) -> None:
+    for alone, split, num_made in ranks(2, keyed, True, False, False, True, timeout=LONG_S):
+        assert split == alone
+        assert num_made == 1
+
+
+def test_blocks_that_share_dropout_run_in_the_view(ranks: Any) -> None:
+    """How often it was called is nothing that one of them knows."""
+    for alone, split, num_made in ranks(2, keyed, False, False, True, timeout=LONG_S):
+        assert split == alone
+        assert num_made == 0

@@ -11,15 +11,18 @@ runs in the view as before, and `Programs.refused` says why. Called by `parallel
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -31,7 +34,8 @@ from ridgeline.parallel.tensor.view import GlobalView
 Check = Callable[[torch.fx.GraphModule], None]
 Backend = Callable[[Callable[..., Any], Check, Callable[[], None]], Callable[..., Any]]
 """Makes a function of plain tensors one that is traced when first called, and compiled: the trace is shown
-to the second argument, and the third is called when all is compiled, before it first runs."""
+to the second argument, and the third is called when its forward is compiled, before it first runs. Its
+backward may be compiled later, and must not fail then."""
 
 _MOST_LOOKS = 16
 """Programs of one block; after that it runs in the view. A batch of another size is a look of its own."""
@@ -42,12 +46,17 @@ _NOT_SETTINGS = frozenset(nn.Module().__dict__) - {"training"} | {
     "_keyed",
     "_recomputed",
 }
+_CHANGING = (set, deque, bytearray, np.ndarray)
 _MOST_DRAWS = 64
 """Uses of random numbers in one block."""
 
 
 class _Refused(Exception):
     """Why a block cannot be a program."""
+
+
+class _GivenUp(_Refused):
+    """The same where trying again would only cost."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,8 @@ class _Program:
     constants: dict[int, Any] = field(default_factory=dict)
     """What it returns that is no tensor, by its place."""
     draws: list[_Draw] = field(default_factory=list)
+    sites: dict[Any, Tensor] = field(default_factory=dict)
+    """Of these draws, in each block and call."""
     gathered: Fallbacks = field(default_factory=Fallbacks)
     problem: str = ""
 
@@ -102,13 +113,13 @@ class Programs:
     """Paths of blocks that have run in the view, and why."""
     made: dict[Any, _Program | str] = field(default_factory=dict)
     """By look; shared by blocks that look alike. A text: why there is none."""
-    sites: dict[Any, Tensor] = field(default_factory=dict)
-    """Of each program's draws in each block."""
+    _empty: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def no_sites(self, device: torch.device) -> Tensor:
-        if device not in self.sites:
-            self.sites[device] = torch.zeros(_MOST_DRAWS, dtype=torch.int64, device=device)
-        return self.sites[device]
+        """For a program that may draw, and does not."""
+        if device not in self._empty:
+            self._empty[device] = torch.zeros(_MOST_DRAWS, dtype=torch.int64, device=device)
+        return self._empty[device]
 
     @property
     def num_made(self) -> int:
@@ -116,32 +127,36 @@ class Programs:
 
     def add(self, blocks: Mapping[str, nn.Module]) -> None:
         """Have calls of these, by path, run as programs where they can. All ranks of the axis call it."""
+        blocks = dict(blocks)
+        for path in _shared_dropout(blocks):
+            self.refused[path] = "dropout in it is not its own alone"
+            del blocks[path]
+        forms = {path: _forms(block) for path, block in blocks.items()}
         group = self.view.mesh.get_group(self.view.tp)
-        shapes = {
-            path: [tuple(t.shape) for t in _state(block.modules())]
-            for path, block in blocks.items()
-        }
         everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, shapes, group=group)
+        dist.all_gather_object(everyone, forms, group=group)
         for path, block in blocks.items():
-            sizes = tuple(tuple(one[path]) for one in everyone)
-            block.forward = _Block(self, block, path, sizes).call
+            block.forward = _Block(self, block, path, tuple(one[path] for one in everyone)).call
 
 
 class _Block:
     """One block: its state as inputs of programs, and what they are looked up by."""
 
-    def __init__(self, programs: Programs, block: nn.Module, path: str, sizes: Any) -> None:
+    def __init__(self, programs: Programs, block: nn.Module, path: str, forms: Any) -> None:
         self.programs, self.view, self.block, self.path = programs, programs.view, block, path
-        self.sizes = sizes
-        """Shapes of its parameters and buffers on every rank."""
+        self.forms = forms
+        """Names, shapes and strides of its parameters and buffers on every rank."""
+        self.given_up = ""
+        """Why nothing is tried any more."""
+        self.tree: list[tuple[Any, ...]] | None = None
+        """What its modules are made of, as of its first call."""
         self.forward = block.forward
         self.looks: set[Any] = set()
         self.modules = list(block.named_modules())
         self.node: Node | None = vars(block).get("_keyed")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.view.is_active:
+        if self.given_up or not self.view.is_active:
             return self.forward(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         try:
@@ -149,7 +164,7 @@ class _Block:
                 given, metas = self._take(leaves)
                 state = _state(module for _, module in self.modules)
                 kinds = tuple((t.dtype, t.requires_grad) for t in state)
-                look = (spec, metas, self._settings(), self._modes(), kinds, self.sizes)
+                look = (spec, metas, self._settings(), self._modes(), kinds, self.forms)
         except _Refused as error:
             self.programs.refused[self.path] = str(error)
             return self.forward(*args, **kwargs)
@@ -217,9 +232,12 @@ class _Block:
         return names
 
     def _settings(self) -> tuple[Any, ...]:
-        """Everything else that its code may read of its modules: what is simple by its value, the rest by
-        what it is."""
+        """Everything else that its code may read of its modules: what is simple by its value, an object by
+        what it is and what it holds."""
+        if _has_any_global_hook():
+            raise _Refused("there are hooks on all modules")
         found: list[Any] = []
+        known: dict[int, Any] = {}
         for path, module in self.modules:
             own = module.__dict__
             if path and any(own[name] for name in _HOOKS):
@@ -227,7 +245,12 @@ class _Block:
             found += [path, type(module)]
             for name, value in own.items():
                 if name not in _NOT_SETTINGS:
-                    found += [name, _setting(value)]
+                    found += [name, _setting(value, known)]
+        tree = [(m.__dict__.get("forward"), *m._modules.values()) for _, m in self.modules[1:]]
+        if self.tree is None:
+            self.tree = tree
+        if any(map(_differ, tree, self.tree)):
+            raise _Refused("its modules are not those that it had")
         return tuple(found)
 
     def _modes(self) -> tuple[Any, ...]:
@@ -241,6 +264,10 @@ class _Block:
             torch.is_inference_mode_enabled(),
             torch.get_autocast_dtype(device) if cast else None,
             torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
             None if rows is None else _meta(rows),
             randomness is not None and randomness.keys.sample_dim,
         )
@@ -269,8 +296,7 @@ class _Block:
         assert self.programs.randomness is not None
         around = tuple(node.index for node in (self.node, *self.node.ancestors()))
         device = self.programs.randomness.keys.base.device
-        key = (self.path, id(program), around, device)
-        known = self.programs.sites
+        key, known = (self.path, around, device), program.sites
         if key not in known:
             modules = dict(self.modules)
             numbers = [0] * _MOST_DRAWS
@@ -329,12 +355,12 @@ class _Block:
                     sites.copy_(self._sites(program))
 
         def check(graph: torch.fx.GraphModule) -> None:
-            program.problem = program.problem or _drawing(graph)
+            program.problem = program.problem or _unfit(graph)
 
-        problem = ""
+        problem, lasting = "", False
         try:
             if len(self.looks) >= _MOST_LOOKS:
-                raise _Refused(f"it has been called in {_MOST_LOOKS} forms")
+                raise _GivenUp(f"it has been called in {_MOST_LOOKS} forms")
             self.looks.add(look)
             program.run = programs.backend(self._tracer(program, leaves, spec), check, when_ready)
             sites = self._begin()
@@ -343,13 +369,14 @@ class _Block:
         except Exception as error:
             if agreed and agreed[0]:
                 raise
-            problem = program.problem or _first_line(error)
+            problem, lasting = program.problem or _first_line(error), isinstance(error, _GivenUp)
         if not agreed:
             self._agree(False)
-        if not problem and _share_memory(found, given):
-            problem = "it returns its input, or a view of it"
         if problem:
-            programs.made[look] = problem
+            if lasting:
+                self.given_up = problem
+            else:
+                programs.made[look] = problem
             programs.refused.setdefault(self.path, problem)
             if randomness is not None:
                 randomness._restore(counted)
@@ -373,11 +400,12 @@ class _Block:
         view, names = self.view, self._names()
         cuts = [_Cut.of(view, x) if isinstance(x, DTensor) else None for x in leaves]
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        others = [None if isinstance(x, Tensor) else x for x in leaves]  # a program outlives them
 
         def trace(*tensors: Tensor) -> list[Tensor]:
             given, rest = tensors[: len(places)], tensors[len(places) :]
             state, random = rest[: len(names)], rest[len(names) :]
-            inner = list(leaves)
+            inner = list(others)
             for i, tensor in zip(places, given, strict=True):
                 cut = cuts[i]
                 inner[i] = tensor if cut is None else cut.join(view, tensor)
@@ -393,8 +421,9 @@ class _Block:
                     _reparametrize_module(self.block, dict(zip(names, state, strict=True))),
                 ):
                     result = self.forward(*args, **kwargs)
-                    if self._settings() != settings:
-                        raise _Refused("it keeps something of one call for the next")
+                    now = _state(module for _, module in self.modules)
+                    if self._settings() != settings or _differ(now, state):
+                        raise _GivenUp("it keeps something of one call for the next")
             finally:
                 program.gathered, view.fallbacks = view.fallbacks, gathered
             if view.watched:
@@ -402,7 +431,11 @@ class _Block:
             for i, own in zip(places, before, strict=True):
                 if cuts[i] is not None and own_of(inner[i]) is not own:
                     raise _Refused("it changes its input in place")
-            return self._results(program, result)
+            found = self._results(program, result)
+            held = {x.untyped_storage()._cdata for x in given}
+            if any(x.untyped_storage()._cdata in held for x in found):
+                raise _Refused("it returns its input, or a view of it")
+            return found
 
         return trace
 
@@ -410,15 +443,20 @@ class _Block:
     def _undone(self) -> Iterator[None]:
         """What the block's code sets of its modules meanwhile is not for the next call to find."""
         held = [(module.__dict__, dict(module.__dict__)) for _, module in self.modules]
-        lists = [(v, list(v)) for _, own in held for v in own.values() if type(v) is list]
+        inner: dict[int, tuple[Any, Any]] = {}
+        for _, own in held:
+            for name, value in own.items():
+                if name not in _NOT_SETTINGS:
+                    _remember(value, inner)
         try:
             yield
         finally:
-            for now, before in held:
-                now.clear()
-                now.update(before)
-            for changed, before in lists:
-                changed[:] = before
+            for now, before in (*held, *inner.values()):
+                if isinstance(now, list):
+                    now[:] = before
+                else:
+                    now.clear()
+                    now.update(before)
 
     def _results(self, program: _Program, result: Any) -> list[Tensor]:
         leaves, program.spec = tree_flatten(result)
@@ -459,28 +497,88 @@ class _Same:
         return id(self.value)
 
 
-def _setting(value: Any) -> Any:
+def _is_object(value: Any) -> bool:
+    """Whether code may keep settings in it, as in a configuration."""
+    known = (nn.Module, Tensor, Node, Randomness, dist.ProcessGroup, type)
+    return hasattr(value, "__dict__") and not isinstance(value, known) and not callable(value)
+
+
+def _setting(value: Any, known: dict[int, Any]) -> Any:
+    """What to compare it by; `known` are objects that have been looked at, or are being."""
     if isinstance(value, _SIMPLE):
         return type(value), value
-    if type(value) in (tuple, list):
-        return type(value), tuple(map(_setting, value))
-    if type(value) is dict:
-        return dict, tuple((_setting(key), _setting(held)) for key, held in value.items())
-    return _Same(value)
+    if isinstance(value, _CHANGING):
+        raise _Refused(f"its modules hold a {type(value).__name__}, whose changes are not seen")
+    if id(value) in known:
+        return known[id(value)]
+    known[id(value)] = _Same(value)
+    if isinstance(value, (tuple, list)):
+        found: Any = type(value), tuple(_setting(one, known) for one in value)
+    elif isinstance(value, dict):
+        found = dict, tuple((_setting(k, known), _setting(v, known)) for k, v in value.items())
+    elif _is_object(value):
+        held = tuple((name, _setting(one, known)) for name, one in vars(value).items())
+        found = _Same(value), held
+    else:
+        found = _Same(value)
+    known[id(value)] = found
+    return found
+
+
+def _remember(value: Any, inner: dict[int, tuple[Any, Any]]) -> None:
+    """Lists and dictionaries that it is or holds, with copies."""
+    holds = vars(value) if _is_object(value) else value
+    if not isinstance(holds, (list, dict)) or id(holds) in inner:
+        return
+    inner[id(holds)] = holds, holds.copy()
+    for one in list(holds) if isinstance(holds, list) else list(holds.values()):
+        _remember(one, inner)
+
+
+def _differ(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether they are not the very same things."""
+    return len(some) != len(others) or any(a is not b for a, b in zip(some, others, strict=True))
+
+
+def _forms(block: nn.Module) -> tuple[Any, ...]:
+    """What it has of parameters and buffers, and of what form."""
+    modules = list(block.named_modules())
+    found = []
+    for kind in ("_parameters", "_buffers"):
+        for path, module in modules:
+            held = [(n, t) for n, t in getattr(module, kind).items() if t is not None]
+            found += [(kind, path, n, tuple(t.shape), t.stride()) for n, t in held]
+    return tuple(found)
+
+
+def _shared_dropout(blocks: Mapping[str, nn.Module]) -> list[str]:
+    """Blocks with dropout that is elsewhere too: how often it was called is not a block's own affair."""
+    homes: dict[Node, list[str]] = {}
+    for path, block in blocks.items():
+        for module in block.modules():
+            if "_keyed" in vars(module):
+                homes.setdefault(module._keyed, []).append(path)
+    unfit = []
+    for node, paths in homes.items():
+        owners = {node, *node.ancestors()}
+        strange = any(vars(blocks[path]).get("_keyed") not in owners for path in paths)
+        unfit += paths if strange or len(set(paths)) > 1 else []
+    return list(dict.fromkeys(unfit))
 
 
 def _meta(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 
-def _share_memory(found: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    held = {x.untyped_storage().data_ptr() for x in given if x.numel()}
-    return any(x.untyped_storage().data_ptr() in held for x in found if x.numel())
-
-
-def _drawing(graph: torch.fx.GraphModule) -> str:
-    """Why a program with these functions would not be the block: it has torch's own random numbers."""
+def _unfit(graph: torch.fx.GraphModule) -> str:
+    """Why a program with these functions would not be the block."""
     for node in graph.graph.nodes:
+        for target in (
+            node.target,
+            *node.args,
+        ):  # one with effects is an argument of who keeps their order
+            if getattr(target, "namespace", "") == "c10d":
+                return f"{target} is waited for by other code"
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags and "attention" not in str(node.target):
             return f"{node.target} draws from torch's generator"
@@ -513,20 +611,19 @@ def inductor(options: dict[str, Any]) -> Backend:
     """torch's own, as `torch.compile` has it."""
 
     def build(trace: Callable[..., Any], check: Check, when_ready: Callable[[], None]) -> Any:
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx_inner, partition_fn
+        from torch._inductor import compile_fx, config
         from torch._inductor.decomposition import select_decomp_table
 
         def forward(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             with config.patch(options):
-                return compile_fx_inner(graph, inputs)
+                return compile_fx.compile_fx_inner(graph, inputs)
 
         def backward(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             with config.patch(options):
-                return compile_fx_inner(graph, inputs, is_backward=True)
+                return compile_fx.compile_fx_inner(graph, inputs, is_backward=True)
 
         table = select_decomp_table()
-        return _build(trace, check, when_ready, forward, backward, partition_fn, table)
+        return _build(trace, check, when_ready, forward, backward, compile_fx.partition_fn, table)
 
     return build
 
@@ -561,8 +658,14 @@ def _build(
         return run
 
     def second(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return boxed((backward or forward)(graph, inputs))
+        try:
+            return boxed((backward or forward)(graph, inputs))
+        except Exception:
+            # Other ranks may have theirs: as written it has the same collectives in the same order.
+            return boxed(graph.forward)
 
-    return aot_function(
-        trace, first, second, partition or default_partition, decompositions=decompositions
-    )
+    def part(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        check(joint)
+        return (partition or default_partition)(joint, *args, **kwargs)
+
+    return aot_function(trace, first, second, part, decompositions=decompositions)
