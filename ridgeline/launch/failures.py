@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -84,8 +85,13 @@ def write_failure(
     if _is_decided(failure_file(directory, rank)):
         return  # whoever looked at all ranks knows more than this one
     aside = failure_file(directory, rank).with_suffix(".part")
-    aside.write_text(json.dumps(value), encoding="utf-8")
-    aside.replace(failure_file(directory, rank))
+    try:
+        aside.write_text(json.dumps(value), encoding="utf-8")
+        aside.replace(failure_file(directory, rank))
+    except (
+        OSError
+    ):  # a full disk may be what the account is of; the launcher shows what a rank prints
+        print(text if known else trace or text, file=sys.stderr, flush=True)
 
 
 def _is_decided(path: Path) -> bool:

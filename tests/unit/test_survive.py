@@ -84,6 +84,19 @@ def test_a_slot_is_bad_when_it_fails_twice_or_is_lost() -> None:
     assert bad_slot([replace(KILLED, lost=True)]) == 1
 
 
+def test_an_account_that_finds_no_room_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*args: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    write_failure(tmp_path, 0, 1.0, RunError("the disk is full"), "trace of it")
+    assert capsys.readouterr().err == "the disk is full\n"
+    write_failure(tmp_path, 0, 1.0, ValueError("odd"), "trace of it")
+    assert capsys.readouterr().err == "trace of it\n"
+
+
 def test_a_decisive_account_wins_over_earlier_ones(tmp_path: Path) -> None:
     write_failure(tmp_path, 0, 1.0, ValueError("earlier"), "trace")
     write_failure(tmp_path, 2, 2.0, RunError("rank 2 stopped answering"), "", 7, decisive=True)
