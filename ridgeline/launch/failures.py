@@ -88,9 +88,8 @@ def write_failure(
     try:
         aside.write_text(json.dumps(value), encoding="utf-8")
         aside.replace(failure_file(directory, rank))
-    except (
-        OSError
-    ):  # a full disk may be what the account is of; the launcher shows what a rank prints
+    except OSError:
+        # A full disk may be what the account is of; the launcher shows what a rank prints.
         print(text if known else trace or text, file=sys.stderr, flush=True)
 
 
