@@ -164,7 +164,8 @@ def _compile_split(built: Arranged) -> None:
     if not layout.compile or built.view is None:
         return
     _avoid_double_flash(built)
-    from ridgeline.parallel.tensor.compiled import Programs, inductor
+    from ridgeline.parallel.tensor.backends import inductor
+    from ridgeline.parallel.tensor.compiled import Programs
 
     blocks = {path: b for part in built.parts for path, b in built.blocks_of(part).items()}
     if not blocks and built.staged is not None:

@@ -45,7 +45,8 @@ from ridgeline.parallel.tensor import (
     plan_tensor,
     use_randomness,
 )
-from ridgeline.parallel.tensor.compiled import Programs, as_written
+from ridgeline.parallel.tensor.backends import as_written
+from ridgeline.parallel.tensor.compiled import Programs
 from ridgeline.parallel.tensor.runs import follow_cut
 from ridgeline.parallel.tensor.split import chunk_sizes, join_pieces
 from ridgeline.train.objective import Objective
