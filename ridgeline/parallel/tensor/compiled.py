@@ -11,13 +11,11 @@ runs in the view as before, and `Programs.refused` says why. Called by `parallel
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,28 +28,26 @@ from ridgeline.parallel.fallbacks import Fallbacks
 from ridgeline.parallel.random import Keys, Node, Randomness
 from ridgeline.parallel.tensor.backends import Backend
 from ridgeline.parallel.tensor.move import enter, own_of
+from ridgeline.parallel.tensor.settings import (
+    SIMPLE,
+    GivenUp,
+    Refused,
+    differ,
+    remember,
+    setting,
+)
 from ridgeline.parallel.tensor.view import GlobalView
 
 _MOST_LOOKS = 16
 """Programs of one block; after that it runs in the view. A batch of another size is a look of its own."""
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_SETTINGS = frozenset(nn.Module().__dict__) - {"training"} | {
     "forward",
     "_keyed",
     "_recomputed",
 }
-_CHANGING = (set, deque, bytearray, np.ndarray)
 _MOST_DRAWS = 64
 """Uses of random numbers in one block."""
-
-
-class _Refused(Exception):
-    """Why a block cannot be a program."""
-
-
-class _GivenUp(_Refused):
-    """The same where trying again would only cost."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ class _Block:
                 state = _state(module for _, module in self.modules)
                 kinds = tuple((t.dtype, t.requires_grad) for t in state)
                 look = (spec, metas, self._settings(), self._modes(), kinds, self.forms)
-        except _Refused as error:
+        except Refused as error:
             self.programs.refused[self.path] = str(error)
             return self.forward(*args, **kwargs)
         if look not in self.programs.made:
@@ -192,8 +188,8 @@ class _Block:
                 given.append(leaf)
                 metas.append(_meta(leaf))
             else:
-                if not isinstance(leaf, _SIMPLE):
-                    raise _Refused(f"it is given a {type(leaf).__name__}")
+                if not isinstance(leaf, SIMPLE):
+                    raise Refused(f"it is given a {type(leaf).__name__}")
                 metas.append((type(leaf), leaf))
         return given, tuple(metas)
 
@@ -230,22 +226,22 @@ class _Block:
         """Everything else that its code may read of its modules: what is simple by its value, an object by
         what it is and what it holds."""
         if _has_any_global_hook():
-            raise _Refused("there are hooks on all modules")
+            raise Refused("there are hooks on all modules")
         found: list[Any] = []
         known: dict[int, Any] = {}
         for path, module in self.modules:
             own = module.__dict__
             if path and any(own[name] for name in _HOOKS):
-                raise _Refused(f"there are hooks on {path}")
+                raise Refused(f"there are hooks on {path}")
             found += [path, type(module)]
             for name, value in own.items():
                 if name not in _NOT_SETTINGS:
-                    found += [name, _setting(value, known)]
+                    found += [name, setting(value, known)]
         tree = [(m.__dict__.get("forward"), *m._modules.values()) for _, m in self.modules[1:]]
         if self.tree is None:
             self.tree = tree
-        if any(map(_differ, tree, self.tree)):
-            raise _Refused("its modules are not those that it had")
+        if any(map(differ, tree, self.tree)):
+            raise Refused("its modules are not those that it had")
         return tuple(found)
 
     def _modes(self) -> tuple[Any, ...]:
@@ -315,7 +311,7 @@ class _Block:
 
         def site(node: Node, number: int) -> Tensor:
             if len(program.draws) == _MOST_DRAWS:
-                raise _Refused(f"it draws random numbers more than {_MOST_DRAWS} times")
+                raise Refused(f"it draws random numbers more than {_MOST_DRAWS} times")
             inside = [n for n in (node, *node.ancestors()) if n in paths and n is not self.node]
             index = tuple((paths[n], n.index) for n in inside)
             program.draws.append(_Draw(paths[node], index, number))
@@ -344,7 +340,7 @@ class _Block:
             # All ranks of the axis or none: a program has its collectives in an order of its own.
             agreed.append(self._agree(not program.problem))
             if not agreed[0]:
-                raise _Refused(program.problem or "it cannot be one on another rank")
+                raise Refused(program.problem or "it cannot be one on another rank")
             if sites is not None:
                 with torch.no_grad():
                     sites.copy_(self._sites(program))
@@ -355,7 +351,7 @@ class _Block:
         problem, lasting = "", False
         try:
             if len(self.looks) >= _MOST_LOOKS:
-                raise _GivenUp(f"it has been called in {_MOST_LOOKS} forms")
+                raise GivenUp(f"it has been called in {_MOST_LOOKS} forms")
             self.looks.add(look)
             program.run = programs.backend(self._tracer(program, leaves, spec), check, when_ready)
             sites = self._begin()
@@ -364,7 +360,7 @@ class _Block:
         except Exception as error:
             if agreed and agreed[0]:
                 raise
-            problem, lasting = program.problem or _first_line(error), isinstance(error, _GivenUp)
+            problem, lasting = program.problem or _first_line(error), isinstance(error, GivenUp)
         if not agreed:
             self._agree(False)
         if problem:
@@ -417,19 +413,19 @@ class _Block:
                 ):
                     result = self.forward(*args, **kwargs)
                     now = _state(module for _, module in self.modules)
-                    if self._settings() != settings or _differ(now, state):
-                        raise _GivenUp("it keeps something of one call for the next")
+                    if self._settings() != settings or differ(now, state):
+                        raise GivenUp("it keeps something of one call for the next")
             finally:
                 program.gathered, view.fallbacks = view.fallbacks, gathered
             if view.watched:
-                raise _Refused(f"it uses {view.watched[0]}")
+                raise Refused(f"it uses {view.watched[0]}")
             for i, own in zip(places, before, strict=True):
                 if cuts[i] is not None and own_of(inner[i]) is not own:
-                    raise _Refused("it changes its input in place")
+                    raise Refused("it changes its input in place")
             found = self._results(program, result)
             held = {x.untyped_storage()._cdata for x in given}
             if any(x.untyped_storage()._cdata in held for x in found):
-                raise _Refused("it returns its input, or a view of it")
+                raise Refused("it returns its input, or a view of it")
             return found
 
         return trace
@@ -442,7 +438,7 @@ class _Block:
         for _, own in held:
             for name, value in own.items():
                 if name not in _NOT_SETTINGS:
-                    _remember(value, inner)
+                    remember(value, inner)
         try:
             yield
         finally:
@@ -463,10 +459,10 @@ class _Block:
             elif isinstance(leaf, Tensor):
                 program.outputs.append(None)
                 found.append(leaf)
-            elif isinstance(leaf, _SIMPLE):
+            elif isinstance(leaf, SIMPLE):
                 program.constants[i] = leaf
             else:
-                raise _Refused(f"it returns a {type(leaf).__name__}")
+                raise Refused(f"it returns a {type(leaf).__name__}")
         return found
 
 
@@ -475,64 +471,6 @@ def _state(modules: Iterable[nn.Module]) -> list[Tensor]:
     modules = list(modules)
     found = [p for m in modules for p in m._parameters.values() if p is not None]
     return found + [b for m in modules for b in m._buffers.values() if b is not None]
-
-
-class _Same:
-    """Something that is only the same as itself."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _is_object(value: Any) -> bool:
-    """Whether code may keep settings in it, as in a configuration."""
-    known = (nn.Module, Tensor, Node, Randomness, dist.ProcessGroup, type)
-    return hasattr(value, "__dict__") and not isinstance(value, known) and not callable(value)
-
-
-def _setting(value: Any, known: dict[int, Any]) -> Any:
-    """What to compare it by; `known` are objects that have been looked at, or are being."""
-    if isinstance(value, _SIMPLE):
-        return type(value), value
-    if isinstance(value, _CHANGING):
-        raise _Refused(f"its modules hold a {type(value).__name__}, whose changes are not seen")
-    if id(value) in known:
-        return known[id(value)]
-    known[id(value)] = _Same(value)
-    if isinstance(value, (tuple, list)):
-        found: Any = type(value), tuple(_setting(one, known) for one in value)
-    elif isinstance(value, dict):
-        found = dict, tuple((_setting(k, known), _setting(v, known)) for k, v in value.items())
-    elif _is_object(value):
-        held = tuple((name, _setting(one, known)) for name, one in vars(value).items())
-        found = _Same(value), held
-    else:
-        found = _Same(value)
-    known[id(value)] = found
-    return found
-
-
-def _remember(value: Any, inner: dict[int, tuple[Any, Any]]) -> None:
-    """Lists and dictionaries that it is or holds, with copies."""
-    holds = vars(value) if _is_object(value) else value
-    if not isinstance(holds, (list, dict)) or id(holds) in inner:
-        return
-    inner[id(holds)] = holds, holds.copy()
-    for one in list(holds) if isinstance(holds, list) else list(holds.values()):
-        _remember(one, inner)
-
-
-def _differ(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether they are not the very same things."""
-    return len(some) != len(others) or any(a is not b for a, b in zip(some, others, strict=True))
 
 
 def _forms(block: nn.Module) -> tuple[Any, ...]:
@@ -589,6 +527,4 @@ def _own_saving() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
-    return (
-        text[0] if isinstance(error, _Refused) else f"{type(error).__name__}: {''.join(text[:1])}"
-    )
+    return text[0] if isinstance(error, Refused) else f"{type(error).__name__}: {''.join(text[:1])}"
