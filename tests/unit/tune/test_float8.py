@@ -183,14 +183,16 @@ def test_a_users_model_compiles() -> None:
 
 
 def losses(*overrides: str) -> list[float]:
+    """Of a training that is smooth: where the rate is so high that losses jump (3e-3 here), float32 and bf16
+    are 2 % apart at a jump on some seeds, and no bound would say anything of fp8."""
     settings = (
         "model.name=llama",
         "model.args={width: 64, depth: 2, heads: 2, ffn: 128, vocab: 256, max_seq: 64}",
         "data.source=text",
-        "data.args={seq_len: 64}",
-        "train.batch=8",
+        "data.args={seq_len: 32}",
+        "train.batch=4",
         "train.steps=30",
-        "train.lr=3e-3",
+        "train.lr=1e-3",
         "train.clip=1.0",
         "train.eval_samples=0",
         "device=cpu",
@@ -213,7 +215,7 @@ def bf16_losses() -> list[float]:
 def test_training_follows_bf16(kind: str, bf16_losses: list[float]) -> None:
     found = losses("layout.precision=fp8", f"tune.fp8_scaling={kind}")
     assert bf16_losses[-1] < 0.8 * bf16_losses[0]
-    assert max(abs(a - b) / b for a, b in zip(found, bf16_losses, strict=True)) < 0.02
+    assert max(abs(a - b) / b for a, b in zip(found, bf16_losses, strict=True)) < 0.006
 
 
 def test_exact_settings_follow_bf16_exactly(bf16_losses: list[float]) -> None:
@@ -222,13 +224,13 @@ def test_exact_settings_follow_bf16_exactly(bf16_losses: list[float]) -> None:
     assert max(abs(a - b) / b for a, b in zip(found, bf16_losses, strict=True)) < 2e-3
     assert found[0] == bf16_losses[0]
     found = losses("layout.precision=bf16", "tune.loss=chunked", "tune.loss_chunk=100")
-    assert max(abs(a - b) / b for a, b in zip(found, bf16_losses, strict=True)) < 1e-2
+    assert max(abs(a - b) / b for a, b in zip(found, bf16_losses, strict=True)) < 2e-3
 
 
 def test_a_narrow_residual_follows_bf16(bf16_losses: list[float]) -> None:
     found = losses("layout.precision=bf16", "tune.residual=bf16")
     assert found != bf16_losses
-    assert max(abs(a - b) / b for a, b in zip(found, bf16_losses, strict=True)) < 0.03
+    assert max(abs(a - b) / b for a, b in zip(found, bf16_losses, strict=True)) < 0.006
 
 
 def test_the_operators_keep_what_they_promise_a_compiler() -> None:
