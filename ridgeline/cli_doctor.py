@@ -181,7 +181,10 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
         if not ranks:
             raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
         out = asked.out or RunDir.create(Path("runs"), f"doctor-{Path(asked.what).stem}").path
-        value = _conclude(ranks, timeline, out, asked.as_json, folder / TRACE, config)
+        without = asked.effort.without if asked.effort is not None else ()
+        value = _conclude(
+            ranks, timeline, out, asked.as_json, folder / TRACE, config, without=without
+        )
     if asked.effort is not None:
         value["ladder"] = _climb(asked, config, out, ranks[0], asked.effort)
     return value
@@ -258,16 +261,17 @@ def _conclude(
     trace: Path | None,
     config: RunConfig | None,
     compared: Sequence[Compared] = (),
+    without: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Judge, draw, write, and tell; for programs the caller prints what this returns. `compared`: what
-    was predicted of a finished run."""
+    was predicted of a finished run. `without`: remedies that nobody wants to hear of."""
     from ridgeline.doctor.pictures import write_pictures
     from ridgeline.doctor.show import show_verdict
     from ridgeline.doctor.verdict import judge
 
     measured = ranks[0]
     verdict = judge(measured, ranks[1:])
-    remedies = list_remedies(measured, config)
+    remedies = list_remedies(measured, config, without)
     value: dict[str, Any] = {
         "verdict": verdict.to_dict(),
         "remedies": remedies,
@@ -336,9 +340,11 @@ def _compare(run: RunDir, measured: Measured) -> list[Compared]:
     return compare_run(run, measured.step_s, most, measured.device_kind == "cuda")
 
 
-def list_remedies(measured: Measured, config: RunConfig | None) -> list[str]:
-    """Remedies that apply to a recipe, the one with the largest predicted gain first; none for a script,
-    whose settings are in its code."""
+def list_remedies(
+    measured: Measured, config: RunConfig | None, without: Sequence[str] = ()
+) -> list[str]:
+    """Remedies that apply to a recipe, the one with the largest predicted gain first, but for those named
+    in `without`; none for a script, whose settings are in its code."""
     if config is None:
         return []
     from ridgeline.doctor.remedies.table import REMEDIES
@@ -346,6 +352,6 @@ def list_remedies(measured: Measured, config: RunConfig | None) -> list[str]:
     found = []
     for name, remedy in REMEDIES.items():
         reason = remedy.applies(measured, config)
-        if reason is not None:
+        if reason is not None and name not in without:
             found.append((remedy.predicted_gain(measured, config), name, reason))
     return [f"{name} (up to x{gain:.2f}): {why}" for gain, name, why in sorted(found, reverse=True)]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 _KINDS: Final = {
@@ -134,7 +134,10 @@ def _storages(value: Any) -> Iterator[Any]:
     for leaf in tree_leaves(value):
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
             continue
-        if leaf.layout is torch.strided and leaf.device.type != "meta":
+        if is_traceable_wrapper_subclass(leaf):
+            # A result that is still on its way says that it has bytes: those of what it stands for.
+            yield from _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif leaf.layout is torch.strided and leaf.device.type != "meta":
             yield leaf.untyped_storage()
 
 

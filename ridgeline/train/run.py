@@ -117,8 +117,7 @@ def run_training(
             position = result.position
             if result.step == start.step + 1:
                 log.gathered(training.arranged.gathered())
-                for line in training.arranged.uncompiled():
-                    log.note(line)
+                log.uncompiled(training.arranged.uncompiled())
             last = log.steps(recorder.add(result)) or last
             samples.add(result)
             for line in skipped.add(result.skipped, result.step):
@@ -144,6 +143,7 @@ def run_training(
                     to_device = skipped.noting(training.to_device, result.step)
                     record = _evaluate(training, result, alive.watch.counting(to_device))
                 log.evaluation(record)
+                log.uncompiled(training.arranged.uncompiled())
                 metrics = record.metrics
                 log.note(checkpoints.evaluated(metrics))
                 reached = reaches(metrics, config.train.target, training.task)
@@ -157,6 +157,7 @@ def run_training(
                 break
         alive.close()
         last = log.steps(recorder.flush()) or last
+        log.uncompiled(training.arranged.uncompiled())
         log.ranks(recorder)  # every rank has written what it skipped
         num_skipped = skipped.count()
         if num_skipped:
@@ -330,6 +331,7 @@ class _Log:
     def __init__(self, training: Training, run: RunDir | None) -> None:
         self._run = run
         self._is_waiting = False
+        self._told: set[str] = set()
         mesh = training.mesh
         self._board = Board(run, training.config.log.tensorboard) if run is not None else None
         if run is not None:
@@ -382,6 +384,13 @@ class _Log:
                     f"no checkpoint at step {done.step}: {done.problem}; the run goes on, and the "
                     "last whole checkpoint stays"
                 )
+
+    def uncompiled(self, lines: list[str]) -> None:
+        """Blocks of a split model that run as written, each reason once."""
+        for line in lines:
+            if line not in self._told:
+                self._told.add(line)
+                self.note(line)
 
     def gathered(self, found: list[Gathered]) -> None:
         if found:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor
 
 from ridgeline.config import (
     DataConfig,
@@ -122,6 +124,20 @@ def test_a_rank_alone_is_the_rank(
     assert fake["peak"] == pytest.approx(real["peak"], rel=0.02)
     assert real["held"]["weights"] > 0
     assert real["peak"] > 0
+
+
+def gathered_bytes(num: int) -> int:
+    watch = StepWatch(lambda: "")
+    part = torch.ones(num)
+    with watch:
+        whole = all_gather_tensor(part, 0, dist.group.WORLD) * 1.0  # waited for by the product
+    assert whole.shape == (2 * num,)
+    return watch.peak_bytes
+
+
+def test_a_result_on_its_way_is_counted_once(ranks: Any) -> None:
+    """The gathered tensor and the product, and not what stands for the first until it is there."""
+    assert ranks(2, gathered_bytes, 1000) == [2 * 2 * 1000 * 4] * 2
 
 
 def ridgeline(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -995,32 +997,51 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return {path: model.get_submodule(path) for path in find_blocks(model)}
 
 
-def programmed(name: str, tp: int, sp: bool) -> tuple[dict[str, str], int, float]:
-    """Two steps and an evaluation in the view and as programs: why blocks are not, how many programs there
-    are, and the largest difference of a loss, an output or a weight's gradient."""
+def twice(
+    make: Callable[[], tuple[nn.Module, str, Tensor, Tensor]],
+    use: Callable[[Objective, Tensor, Tensor], list[Any]],
+    sp: bool = False,
+    backend: Any = as_written,
+) -> tuple[Programs, list[Any], list[Any]]:
+    """What `use` makes of a model split in two: its blocks in the view, and as programs."""
     found = []
     for as_program in (False, True):
-        model, task, inputs, targets = build(name)
+        model, task, inputs, targets = make()
         objective = Objective(model, TASKS[task].loss)
-        view = GlobalView(mesh(1, tp), sp)
-        cut_layers(view, objective, plan_tensor(objective, tp, (inputs, targets)))
-        programs = Programs(view, None, as_written)
+        view = GlobalView(mesh(1, 2), sp)
+        cut_layers(view, objective, plan_tensor(objective, 2, (inputs, targets)))
+        programs = Programs(view, None, backend)
         if as_program:
             programs.add(blocks_of(model))
         enter_view(view, objective)
         enter_view(view, model)
-        seen: list[Tensor] = []
-        for size in (len(inputs), 1, len(inputs)):  # a last batch is smaller
-            objective.zero_grad()
-            loss = objective(inputs[:size], targets[:size])
-            loss.backward()
-            seen += [loss.detach(), *(p.grad.clone() for p in objective.parameters())]
-        with torch.no_grad():
-            model.eval()
-            seen.append(main_output(model(inputs)))
-        found.append(seen)
-    differences = [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
-    return programs.refused, programs.num_made, max(differences)
+        found.append(use(objective, inputs, targets))
+    return programs, found[0], found[1]
+
+
+def first_loss(objective: Objective, inputs: Tensor, targets: Tensor) -> list[float]:
+    return [float(objective(inputs, targets).detach())]
+
+
+def train_and_evaluate(objective: Objective, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    seen: list[Tensor] = []
+    for size in (len(inputs), 1, len(inputs)):  # a last batch is smaller
+        objective.zero_grad()
+        loss = objective(inputs[:size], targets[:size])
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in objective.parameters())]
+    with torch.no_grad():
+        objective.model.eval()
+        seen.append(main_output(objective.model(inputs)))
+    return seen
+
+
+def programmed(name: str, sp: bool) -> tuple[dict[str, str], int, float]:
+    """Three steps and an evaluation in the view and as programs: why blocks are not, how many programs there
+    are, and the largest difference of a loss, an output or a weight's gradient."""
+    programs, alone, split = twice(lambda: build(name), train_and_evaluate, sp)
+    worst = max(float((a - b).abs().max()) for a, b in zip(alone, split, strict=True))
+    return programs.refused, programs.num_made, worst
 
 
 WITH_BLOCKS = ["llama", "llama_grouped", "llama_3_heads", "vit_cls", "bert", "hf_llama_grouped", "hf_gpt2", "hf_bert"]  # fmt: skip
@@ -1030,7 +1051,7 @@ WITH_BLOCKS = ["llama", "llama_grouped", "llama_3_heads", "vit_cls", "bert", "hf
 @pytest.mark.parametrize("sp", [False, True])
 def test_programs_compute_the_same(ranks: Any, name: str, sp: bool) -> None:
     """Bit for bit where no compiler rewrites them; with grad at two sizes, and without."""
-    for refused, num_made, worst in ranks(2, programmed, name, 2, sp, timeout=LONG_S):
+    for refused, num_made, worst in ranks(2, programmed, name, sp, timeout=LONG_S):
         assert refused == {}
         assert num_made >= 3
         assert worst == 0.0
@@ -1041,7 +1062,7 @@ class Fickle(nn.Module):
 
     def __init__(self, habit: str) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.up, self.act, self.down = nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24)
         self.habit, self.calls, self.scale = habit, 0, 1.0
         self.config, self.cache = SimpleNamespace(scale=1.0, calls=0), {}
         self.register_buffer("times", torch.zeros((), dtype=torch.float64))
@@ -1049,13 +1070,13 @@ class Fickle(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if self.habit == "counts":
             self.calls += 1
-            return x + self.down(torch.tanh(self.up(x))) * self.calls
+            return x + self.down(self.act(self.up(x))) * self.calls
         if self.habit == "counts elsewhere":
             self.config.calls += 1
-            return x + self.down(torch.tanh(self.up(x))) * self.config.calls
+            return x + self.down(self.act(self.up(x))) * self.config.calls
         if self.habit == "new buffer":
             self.times = self.times + 1
-            return x + self.down(torch.tanh(self.up(x))) * self.times
+            return x + self.down(self.act(self.up(x))) * self.times
         if self.habit == "cache":
             if "shift" not in self.cache:
                 self.cache["shift"] = torch.arange(24, dtype=torch.float64)
@@ -1065,7 +1086,7 @@ class Fickle(nn.Module):
             dist.all_reduce(sent)
             x = x + sent
         if self.habit == "in place":
-            x += self.down(torch.tanh(self.up(x)))
+            x += self.down(self.act(self.up(x)))
             return x
         if self.habit == "looks" and x.sum() > 1e9:
             return x
@@ -1075,9 +1096,9 @@ class Fickle(nn.Module):
             x = x + 0
             x.register_hook(lambda g: g * 2)
         if self.habit == "view":
-            y = x + self.down(torch.tanh(self.up(x)))
+            y = x + self.down(self.act(self.up(x)))
             return x.view(x.shape), y
-        return x + self.down(torch.tanh(self.up(x))) * self.scale * self.config.scale
+        return x + self.down(self.act(self.up(x))) * self.scale * self.config.scale
 
 
 class Fickles(nn.Module):
@@ -1094,39 +1115,58 @@ class Fickles(nn.Module):
         return self.out(x).mean(1)
 
 
-def fickle(habit: str) -> tuple[dict[str, str], int, list[float], list[float]]:
-    losses: list[list[float]] = []
-    for as_program in (False, True):
-        torch.manual_seed(5)
-        model = Fickles("" if habit.startswith("set") else habit).double()
-        inputs, targets = torch.randn(3, 7, 24, dtype=torch.float64), torch.randint(0, 5, (3,))
-        objective = Objective(model, TASKS["classify"].loss)
-        plan = plan_tensor(objective, 2, (inputs, targets))
-        for layer in model.layers:  # planning has called them
+def fickles(habit: str = "") -> tuple[nn.Module, str, Tensor, Tensor]:
+    torch.manual_seed(5)
+    model = Fickles(habit).double()
+    inputs = torch.randn(3, 7, 24, dtype=torch.float64)
+    return model, "classify", inputs, torch.randint(0, 5, (3,))
+
+
+def doubled(module: nn.Module, args: Any, out: Any) -> Any:
+    return out * 2 if isinstance(module, nn.Tanh) else None
+
+
+def change(layers: nn.ModuleList, habit: str, step: int) -> Any:
+    """What the loop does to blocks before a step; what undoes it, if anything has to."""
+    for layer in layers:
+        if habit == "set":
+            layer.scale = 1.0 + step
+        if habit == "set in config":
+            layer.config.scale = 1.0 + step
+        if habit == "replace" and step == 1:
+            layer.act = nn.ReLU()
+        if habit == "forward" and step == 1:
+            layer.act.forward = torch.relu
+        if habit == "hook" and step == 1:
+            layer.act.register_forward_hook(doubled)
+    if habit == "hook everywhere" and step == 1:
+        return nn.modules.module.register_module_forward_hook(doubled)
+    return None
+
+
+def fickle(habit: str, change_to: str = "") -> tuple[dict[str, str], int, list[float], list[float]]:
+    def use(objective: Objective, inputs: Tensor, targets: Tensor) -> list[float]:
+        layers, found, undo = objective.model.layers, [], []
+        for layer in layers:  # planning has called them
             layer.calls, layer.config.calls = 0, 0
             layer.times.zero_()
             layer.cache.clear()
-        view = GlobalView(mesh(1, 2), False)
-        cut_layers(view, objective, plan)
-        programs = Programs(view, None, as_written)
-        if as_program:
-            programs.add(blocks_of(model))
-        enter_view(view, objective)
-        losses.append([])
-        for step in range(3):
-            if habit == "set":  # what the loop changes between steps is seen
-                for layer in model.layers:
-                    layer.scale = 1.0 + step
-            if habit == "set in config":
-                for layer in model.layers:
-                    layer.config.scale = 1.0 + step
-            loss = objective(inputs, targets)
-            loss.backward()
-            up = model.layers[0].up.weight
-            losses[-1] += [float(loss.detach()), float(up.grad.sum()) if up.grad is not None else 0]
-            losses[-1].append(float(model.layers[1].times))
-            objective.zero_grad()
-    return programs.refused, programs.num_made, losses[0], losses[1]
+        try:
+            for step in range(3):
+                undo.append(change(layers, change_to, step))
+                loss = objective(inputs, targets)
+                loss.backward()
+                up = layers[0].up.weight
+                found += [float(loss.detach()), float(up.grad.sum()) if up.grad is not None else 0]
+                found.append(float(layers[1].times))
+                objective.zero_grad()
+        finally:
+            for handle in filter(None, undo):
+                handle.remove()
+        return found
+
+    programs, alone, split = twice(lambda: fickles(habit), use)
+    return programs.refused, programs.num_made, alone, split
 
 
 @pytest.mark.parametrize(
@@ -1154,13 +1194,53 @@ def test_a_block_that_no_program_can_stand_for_runs_in_the_view(
         assert split == alone
 
 
-@pytest.mark.parametrize("habit", ["set", "set in config"])
-def test_a_setting_that_changes_is_another_program(ranks: Any, habit: str) -> None:
-    for refused, num_made, alone, split in ranks(2, fickle, habit, timeout=LONG_S):
+@pytest.mark.parametrize("change_to", ["set", "set in config"])
+def test_a_setting_that_changes_is_another_program(ranks: Any, change_to: str) -> None:
+    for refused, num_made, alone, split in ranks(2, fickle, "", change_to, timeout=LONG_S):
         # A configuration that each block has for itself is another one.
         assert (refused, num_made) == ({}, 6)
         assert split == alone
         assert len(set(split[::3])) == 3
+
+
+@pytest.mark.parametrize(
+    ("change_to", "why"),
+    [
+        ("replace", "its modules are not those that it had"),
+        ("forward", "its modules are not those that it had"),
+        ("hook", "there are hooks on act"),
+        ("hook everywhere", "there are hooks on all modules"),
+    ],
+)
+def test_what_is_put_into_a_block_later_takes_part(ranks: Any, change_to: str, why: str) -> None:
+    for refused, num_made, alone, split in ranks(2, fickle, "", change_to, timeout=LONG_S):
+        assert num_made == 2
+        assert refused == {"layers.0": why, "layers.1": why}
+        assert split == alone
+        assert split[0] != split[3] == split[6]
+
+
+def outlived() -> list[int]:
+    """How many of the tensors that blocks were given are there after a step, in the view and as programs."""
+
+    def use(objective: Objective, inputs: Tensor, targets: Tensor) -> list[int]:
+        given: list[Any] = []
+        for layer in objective.model.layers:
+            layer.register_forward_pre_hook(lambda _, args: given.append(weakref.ref(args[0])))
+        for _ in range(2):
+            objective(inputs, targets).backward()
+        objective.zero_grad()
+        gc.collect()
+        assert len(given) == 4
+        return [sum(one() is not None for one in given)]
+
+    programs, alone, split = twice(fickles, use)
+    assert programs.num_made == 2
+    return alone + split
+
+
+def test_a_program_keeps_nothing_of_what_it_was_given(ranks: Any) -> None:
+    assert ranks(2, outlived, timeout=LONG_S) == [[0, 0], [0, 0]]
 
 
 def disagreeing() -> tuple[dict[str, str], int, bool]:
@@ -1171,18 +1251,8 @@ def disagreeing() -> tuple[dict[str, str], int, bool]:
             raise RuntimeError("no compiler here")
         return as_written(trace, check, when_ready)
 
-    losses = []
-    for as_program in (False, True):
-        model, task, inputs, targets = build("llama")
-        objective = Objective(model, TASKS[task].loss)
-        view = GlobalView(mesh(1, 2), False)
-        cut_layers(view, objective, plan_tensor(objective, 2, (inputs, targets)))
-        programs = Programs(view, None, backend)
-        if as_program:
-            programs.add(blocks_of(model))
-        enter_view(view, objective)
-        losses.append(float(objective(inputs, targets).detach()))
-    return programs.refused, programs.num_made, losses[0] == losses[1]
+    programs, alone, split = twice(lambda: build("llama"), first_loss, backend=backend)
+    return programs.refused, programs.num_made, alone == split
 
 
 def test_ranks_have_a_program_together_or_not_at_all(ranks: Any) -> None:
@@ -1206,27 +1276,19 @@ class OneOfTwo(nn.Module):
         return x * self.factor if self.factor is not None else x + self.shift
 
 
-def one_of_two() -> tuple[list[float], int]:
-    losses = []
-    for as_program in (False, True):
-        torch.manual_seed(5)
-        model = Fickles("").double()
+def one_of_two() -> tuple[list[float], list[float], int]:
+    def make() -> tuple[nn.Module, str, Tensor, Tensor]:
+        model, *rest = fickles()
         model.layers = nn.ModuleList(OneOfTwo(bool(i)) for i in range(2)).double()
-        inputs, targets = torch.randn(3, 7, 24, dtype=torch.float64), torch.randint(0, 5, (3,))
-        objective = Objective(model, TASKS["classify"].loss)
-        view = GlobalView(mesh(1, 2), False)
-        cut_layers(view, objective, plan_tensor(objective, 2, (inputs, targets)))
-        programs = Programs(view, None, as_written)
-        if as_program:
-            programs.add(blocks_of(model))
-        enter_view(view, objective)
-        losses.append(float(objective(inputs, targets).detach()))
-    return losses, programs.num_made
+        return model, *rest
+
+    programs, alone, split = twice(make, first_loss)
+    return alone, split, programs.num_made
 
 
 def test_blocks_with_other_parameters_have_other_programs(ranks: Any) -> None:
-    for losses, num_made in ranks(2, one_of_two, timeout=LONG_S):
-        assert losses[0] == losses[1]
+    for alone, split, num_made in ranks(2, one_of_two, timeout=LONG_S):
+        assert alone == split
         assert num_made == 2
 
 

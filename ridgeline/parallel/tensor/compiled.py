@@ -237,7 +237,7 @@ class _Block:
             for name, value in own.items():
                 if name not in _NOT_SETTINGS:
                     found += [name, setting(value, known)]
-        tree = [(m.__dict__.get("forward"), *m._modules.values()) for _, m in self.modules[1:]]
+        tree = [(m.__dict__.get("forward"), *m._modules.values()) for _, m in self.modules]
         if self.tree is None:
             self.tree = tree
         if any(map(differ, tree, self.tree)):

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from ridgeline.cli import app
+from ridgeline.cli_doctor import list_remedies
 from ridgeline.config import dump_config, find_recipe, load_config
 from ridgeline.doctor import model_look
 from ridgeline.doctor.finished import measure_run
@@ -273,6 +274,15 @@ def test_a_text_tells_whether_a_script_has_the_interface(
     (tmp_path / "own.py").write_text(text)
     (tmp_path / "helper.py").write_text(beside)
     assert surely_lacks_interface(tmp_path / "own.py") is lacks
+
+
+def test_remedies_that_are_left_out_are_not_recommended(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", data_s=0.07, forward_s=0.01, backward_s=0.015, optimizer_s=0.002)
+    measured = measure_run(run)
+    every = list_remedies(measured, _config())
+    names = [line.partition(" ")[0] for line in every]
+    assert len(names) > 1
+    assert list_remedies(measured, _config(), names[:1]) == every[1:]
 
 
 def test_a_run_on_a_gpu_is_judged_without_torch(
