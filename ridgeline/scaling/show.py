@@ -80,7 +80,9 @@ def memory_rows(found: Simulated, m: RankMeasured) -> list[Row]:
         rows.append(("of it on the host", m.host_bytes, None))
     if m.allocated_bytes is None:
         rows.append(("made by a step, at its peak", m.step_bytes, None))
-        rows.append(("peak, by its tensors", m.peak_bytes, peak))
+        # Compiled code takes and frees within itself, where nobody counts.
+        seen = None if found.layout.compile else peak
+        rows.append(("peak, by its tensors", m.peak_bytes, seen))
     else:
         rows.append(("peak allocated", m.allocated_bytes, peak))
         rows.append(("peak reserved", m.reserved_bytes or 0, reserved))
@@ -164,6 +166,11 @@ def _notes(found: Simulated) -> list[str]:
             "a CPU keeps no count of its own: bytes are those of tensors, without what kernels, libraries "
             "and Python take"
         )
+        if found.layout.compile:
+            notes.append(
+                "of compiled code only what goes in and comes out is counted: its peak is compared on a "
+                "GPU, or here without compile"
+            )
     if found.layout.sync != "every":
         notes.append(
             f"sync={found.layout.sync}: the step shown is one in which replicas do not meet"

@@ -148,6 +148,14 @@ def simulated(**changes: Any) -> Simulated:
     return replace(usual, **changes)
 
 
+def test_the_peak_of_compiled_code_is_not_compared_where_nobody_counts() -> None:
+    for compiles in (False, True):
+        found = simulated(layout=Layout(dp=8, zero=1, compile=compiles))
+        said = memory_rows(found, found.shown)[-1][2]
+        assert (said is None) == compiles
+        assert ("of compiled code" in "\n".join(show_simulated(found))) == compiles
+
+
 def test_what_is_shown() -> None:
     found = simulated()
     rows = {name: (here, said) for name, here, said in time_rows(found)}

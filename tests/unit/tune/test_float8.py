@@ -183,8 +183,8 @@ def test_a_users_model_compiles() -> None:
 
 
 def losses(*overrides: str) -> list[float]:
-    """Of a training that is smooth: where the rate is so high that losses jump (3e-3 here), float32 and bf16
-    are 2 % apart at a jump on some seeds, and no bound would say anything of fp8."""
+    """Of a training that is smooth: where the rate is so high that losses jump (3e-3 here), float32 and
+    bf16 are 2 % apart at a jump on some seeds, and no bound would say anything of fp8."""
     settings = (
         "model.name=llama",
         "model.args={width: 64, depth: 2, heads: 2, ffn: 128, vocab: 256, max_seq: 64}",
