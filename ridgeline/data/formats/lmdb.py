@@ -9,13 +9,16 @@ bytes under whatever keys they have.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import math
+import mmap
 import os
 import struct
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import numpy as np
 
 from ridgeline.data.formats.columns import RowKeys
 from ridgeline.data.formats.contract import (
+    BadSample,
     Field,
     Format,
     Sample,
@@ -41,6 +45,8 @@ _BATCH_BYTES = 16 * 1024 * 1024
 _FIRST_MAP_BYTES = 64 * 1024 * 1024
 _PAGE_BYTES = 4096
 _FOREIGN_FIELD = "value"
+_LARGE_BYTES = 64 * 1024
+"""Of a value that is read in one go."""
 
 
 def _lmdb() -> Any:
@@ -227,6 +233,7 @@ class LmdbShard(Shard):
                 value = transaction.get(key)
                 if value is None:
                     raise self.damaged(row, "is not there: the environment has no such key")
+                _want(value)
                 yield value
         except lmdb.Error as error:
             raise self.damaged(row, f"cannot be read: {error}") from error
@@ -277,9 +284,37 @@ class LmdbShard(Shard):
                         out[place, ...] = flat.reshape(shape)
                         break
 
+    def ahead(self, first: int, last: int) -> None:
+        for row in range(first, last):
+            with contextlib.suppress(BadSample), self._value(row):
+                pass  # who reads it says what is wrong with it
+
     def close(self) -> None:
         # The environment closes with its last reader.
         self._opened = None
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The system's, where it has one."""
+    try:
+        found = ctypes.CDLL(None).madvise
+        mmap.MADV_WILLNEED  # noqa: B018
+    except (AttributeError, OSError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return found
+
+
+def _want(value: memoryview) -> None:
+    """Have all of a large value read at once. The environment is mapped for reading here and there, where
+    the system would fetch every missing page alone."""
+    advise = _madvise()
+    if len(value) < _LARGE_BYTES or advise is None:
+        return
+    address = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
+    start = address - address % mmap.PAGESIZE
+    advise(start, address + len(value) - start, mmap.MADV_WILLNEED)
 
 
 def _foreign_key(text: str) -> bytes:

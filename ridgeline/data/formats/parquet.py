@@ -235,11 +235,16 @@ class _Groups(Protocol):
         """The columns of a group as one batch, and what they cost in memory."""
         ...
 
+    def ask(self, number: int) -> None:
+        """Have the system read a group that is wanted soon."""
+        ...
+
 
 class _ParquetGroups:
     def __init__(self, path: Path) -> None:
         import pyarrow.parquet as pq  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+        self._fd = os.open(path, os.O_RDONLY)
         self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
         self.schema = self._file.schema_arrow
         meta = self._file.metadata
@@ -248,6 +253,20 @@ class _ParquetGroups:
     def load(self, number: int, names: list[str]) -> tuple[Any, int]:
         table = self._file.read_row_group(number, columns=names, use_threads=False)
         return table.combine_chunks(), table.nbytes
+
+    def ask(self, number: int) -> None:
+        group = self._file.metadata.row_group(number)
+        for index in range(group.num_columns):
+            column = group.column(index)
+            starts = [column.data_page_offset]
+            if column.has_dictionary_page and column.dictionary_page_offset is not None:
+                starts.append(column.dictionary_page_offset)
+            length = column.total_compressed_size
+            os.posix_fadvise(self._fd, min(starts), length, os.POSIX_FADV_WILLNEED)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
 
 
 class _ArrowGroups:
@@ -277,6 +296,9 @@ class _ArrowGroups:
         before = self._pa.total_allocated_bytes()
         batch = self._reader.get_batch(number)
         return batch.select(names), max(0, self._pa.total_allocated_bytes() - before)
+
+    def ask(self, number: int) -> None:
+        """Nothing: a mapped file is read ahead by the system."""
 
 
 class GroupShard(Shard):
@@ -363,6 +385,13 @@ class GroupShard(Shard):
             columns, inside = self._locate(row)
             values = columns[name]
             out[place, ...] = values[inside] if isinstance(values, np.ndarray) else values(inside)
+
+    def ahead(self, first: int, last: int) -> None:
+        from_group, to_group = np.searchsorted(self._ends, (first, last - 1), side="right").tolist()
+        groups = self._groups if self._pid == os.getpid() else None
+        for number in range(from_group, to_group + 1):
+            if groups is not None and number not in self._cache:
+                groups.ask(number)
 
     def place(self, row: int) -> str:
         number = int(np.searchsorted(self._ends, row, side="right"))

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
+import mmap
 import multiprocessing
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +125,54 @@ def test_samples_come_back_in_any_order(form: Format, written: tuple[Path, Schem
         assert sample_checksums(sample, schema) == table.checksums[row].tolist()
         assert shard.place(row)
     shard.ahead(0, NUM_SAMPLES)
+    shard.close()
+
+
+def in_memory(files: list[Path]) -> int:
+    """Bytes of the files that the system has in memory, by its own account."""
+    mincore, total = ctypes.CDLL(None).mincore, 0
+    for path in files:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            view = np.frombuffer(mapped, np.uint8)
+            pages = (ctypes.c_ubyte * -(-view.size // mmap.PAGESIZE))()
+            mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(view.size), pages)
+            total += sum(page & 1 for page in pages) * mmap.PAGESIZE
+            del view
+    return total
+
+
+def forget(files: list[Path]) -> None:
+    for path in files:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+MAPPED = {"arrow", "folder", "hdf5"}
+"""Read as they come: a folder's files are opened by name, the others are left to the library."""
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in MAPPED])
+def test_what_is_asked_for_is_read_before_it_is_wanted(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES.get(name, "numpy"))
+    one, rng = 5 << 20, np.random.default_rng(0)
+    samples: list[tuple[str, Sample]] = [
+        (f"s{n}", {"field": rng.integers(0, 255, one).astype(np.uint8)}) for n in range(8)
+    ]
+    form = FORMATS[name]
+    path, schema, table = write(form, tmp_path, samples)
+    shard, files = form.open(path, schema, table), files_of(path)
+    forget(files)
+    before = in_memory(files)
+    if before > one:
+        pytest.skip("the file system here keeps everything in memory")
+    shard.ahead(5, 6)
+    until = time.monotonic() + 20
+    while in_memory(files) < before + one and time.monotonic() < until:
+        time.sleep(0.02)
+    # All of one, and not of the others.
+    assert before + one <= in_memory(files) < before + 3 * one
+    assert_same(shard.read(5), samples[5][1])
     shard.close()
 
 
