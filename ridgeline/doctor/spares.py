@@ -72,6 +72,7 @@ class Spare:
 def start(variables: Sequence[str], arguments: Sequence[str], log: Path) -> Spare:
     """A process of Python with its output in `log`, in a session of its own: an interrupt is for the climb,
     which then ends what it started."""
+    begun = time.time()  # on a loaded machine it may be well on its way before this one goes on
     with log.open("a") as errors:
         process = subprocess.Popen(
             ["env", *variables, sys.executable, *arguments],
@@ -81,7 +82,7 @@ def start(variables: Sequence[str], arguments: Sequence[str], log: Path) -> Spar
             text=True,
             start_new_session=True,
         )
-    return Spare(process, time.time(), log)
+    return Spare(process, begun, log)
 
 
 class Spares:
