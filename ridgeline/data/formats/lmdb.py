@@ -9,16 +9,13 @@ bytes under whatever keys they have.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import json
 import math
-import mmap
 import os
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ import numpy as np
 
 from ridgeline.data.formats.columns import RowKeys
 from ridgeline.data.formats.contract import (
-    BadSample,
     Field,
     Format,
     Sample,
@@ -45,8 +41,9 @@ _BATCH_BYTES = 16 * 1024 * 1024
 _FIRST_MAP_BYTES = 64 * 1024 * 1024
 _PAGE_BYTES = 4096
 _FOREIGN_FIELD = "value"
-_LARGE_BYTES = 64 * 1024
-"""Of a value that is read in one go."""
+_LARGE_BYTES = 1024 * 1024
+"""Of values in the mean, from where on the system reads ahead: the library touches a value page by page,
+and alone each of them would be a read. Of small values it would read mostly others."""
 
 
 def _lmdb() -> Any:
@@ -163,6 +160,17 @@ def _data_file(path: Path) -> Path:
     return path / _DATA if path.is_dir() else path
 
 
+def _open_readonly(path: Path, readahead: bool) -> Any:
+    return _lmdb().open(
+        str(path),
+        subdir=path.is_dir(),
+        readonly=True,
+        lock=False,
+        readahead=readahead,
+        create=False,
+    )
+
+
 def _open_environment(path: Path) -> _Environment:
     lmdb = _lmdb()
     data = _data_file(path)
@@ -179,14 +187,10 @@ def _open_environment(path: Path) -> _Environment:
             # An empty file is one that LMDB would make into an environment.
             if facts.st_size < 2 * _PAGE_BYTES:
                 raise lmdb.InvalidError("shorter than its first pages")
-            env = lmdb.open(
-                str(path),
-                subdir=path.is_dir(),
-                readonly=True,
-                lock=False,
-                readahead=False,
-                create=False,
-            )
+            env = _open_readonly(path, readahead=False)
+            if facts.st_size >= _LARGE_BYTES * max(1, env.stat()["entries"]):
+                env.close()
+                env = _open_readonly(path, readahead=True)
         except lmdb.Error as error:
             raise UsageError(
                 f"{path} is no whole LMDB environment ({error}); write or fetch it again"
@@ -233,7 +237,6 @@ class LmdbShard(Shard):
                 value = transaction.get(key)
                 if value is None:
                     raise self.damaged(row, "is not there: the environment has no such key")
-                _want(value)
                 yield value
         except lmdb.Error as error:
             raise self.damaged(row, f"cannot be read: {error}") from error
@@ -284,37 +287,9 @@ class LmdbShard(Shard):
                         out[place, ...] = flat.reshape(shape)
                         break
 
-    def ahead(self, first: int, last: int) -> None:
-        for row in range(first, last):
-            with contextlib.suppress(BadSample), self._value(row):
-                pass  # who reads it says what is wrong with it
-
     def close(self) -> None:
         # The environment closes with its last reader.
         self._opened = None
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """The system's, where it has one."""
-    try:
-        found = ctypes.CDLL(None).madvise
-        mmap.MADV_WILLNEED  # noqa: B018
-    except (AttributeError, OSError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return found
-
-
-def _want(value: memoryview) -> None:
-    """Have all of a large value read at once. The environment is mapped for reading here and there, where
-    the system would fetch every missing page alone."""
-    advise = _madvise()
-    if len(value) < _LARGE_BYTES or advise is None:
-        return
-    address = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
-    start = address - address % mmap.PAGESIZE
-    advise(start, address + len(value) - start, mmap.MADV_WILLNEED)
 
 
 def _foreign_key(text: str) -> bytes:

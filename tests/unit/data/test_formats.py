@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import time
@@ -148,24 +149,39 @@ def forget(files: list[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-MAPPED = {"arrow", "folder", "hdf5"}
+MAPPED = {"arrow", "folder", "hdf5", "lmdb"}
 """Read as they come: a folder's files are opened by name, the others are left to the library."""
+LARGE = 5 << 20
+
+
+def write_large(name: str, folder: Path) -> tuple[Shard, list[Path], list[tuple[str, Sample]]]:
+    """A shard of large samples, its files and what is in it; nothing of it is in memory."""
+    pytest.importorskip(LIBRARIES.get(name, "numpy"))
+    rng = np.random.default_rng(0)
+    samples: list[tuple[str, Sample]] = [
+        (f"s{n}", {"field": rng.integers(0, 255, LARGE).astype(np.uint8)}) for n in range(8)
+    ]
+    path, schema, table = write(FORMATS[name], folder, samples)
+    files = files_of(path)
+    forget(files)
+    shard = FORMATS[name].open(path, schema, table)
+    if in_memory(files) > LARGE:
+        pytest.skip("the file system here keeps everything in memory")
+    return shard, files, samples
+
+
+def test_a_large_value_of_lmdb_is_not_read_page_by_page(tmp_path: Path) -> None:
+    shard, _, samples = write_large("lmdb", tmp_path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    assert_same(shard.read(5), samples[5][1])
+    num_waits = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before
+    assert num_waits < LARGE / mmap.PAGESIZE / 4
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in MAPPED])
 def test_what_is_asked_for_is_read_before_it_is_wanted(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(LIBRARIES.get(name, "numpy"))
-    one, rng = 5 << 20, np.random.default_rng(0)
-    samples: list[tuple[str, Sample]] = [
-        (f"s{n}", {"field": rng.integers(0, 255, one).astype(np.uint8)}) for n in range(8)
-    ]
-    form = FORMATS[name]
-    path, schema, table = write(form, tmp_path, samples)
-    shard, files = form.open(path, schema, table), files_of(path)
-    forget(files)
-    before = in_memory(files)
-    if before > one:
-        pytest.skip("the file system here keeps everything in memory")
+    shard, files, samples = write_large(name, tmp_path)
+    one, before = LARGE, in_memory(files)
     shard.ahead(5, 6)
     until = time.monotonic() + 20
     while in_memory(files) < before + one and time.monotonic() < until:
@@ -173,6 +189,17 @@ def test_what_is_asked_for_is_read_before_it_is_wanted(name: str, tmp_path: Path
     # All of one, and not of the others.
     assert before + one <= in_memory(files) < before + 3 * one
     assert_same(shard.read(5), samples[5][1])
+    shard.close()
+
+
+def test_asking_for_what_is_gone_is_no_error(
+    form: Format, written: tuple[Path, Schema, Table]
+) -> None:
+    """Who reads it says so."""
+    path, schema, table = written
+    shard = form.open(path, schema, table)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shard.ahead(0, NUM_SAMPLES)
     shard.close()
 
 
