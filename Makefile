@@ -25,6 +25,7 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/ridgeline train digits -n 2
 
+# All cases of every table; `.ci/run` takes some of each.
 test: setup
 	$(BIN)/python -m pytest
 

@@ -3,9 +3,9 @@
 Two parts. `rates` times matrix products over many shapes, attention, element-wise kernels, the loss, the
 optimizer and the launch of small kernels: they make a measured `machine.json` for `ridgeline plan`. `runs`
 trains small and middling Llamas in many layouts through the same code as `ridgeline train`, each in a
-process of its own: on one rank, and as one rank of a larger job with torch's fake process group (nothing
-is sent, so the time is without communication; memory and kernels are right). The next process gets ready
-while one measures, so that thirty runs take some four minutes.
+process of its own (and the launches once more in each): on one rank, and as one rank of a larger job with
+torch's fake process group (nothing is sent, so the time is without communication; memory and kernels are
+right). The next process gets ready while one measures, so that thirty runs take some four minutes.
 
     python benchmarks/gpu_plan_runs.py [--json FILE] [--limit 235] [--only TEXT] [--tiny --device cpu]
 """
@@ -71,6 +71,10 @@ RUNS = (
     Run("3b", 2048, 2, f"tp=2,pp=2,zero=1,microbatches=4,{BF16}", world=16, change={"depth": 16}),
     Run("1.3b", 2048, 4, f"zero=3,{BF16}", world=8),
     Run("1.3b", 2048, 2, f"pp=2,schedule=gpipe,microbatches=4,recompute=full,{BF16}", world=2),
+    # Where gradients of shards are at the peak: microbatches that add up, and the end of backward.
+    Run("1.3b", 2048, 2, f"zero=3,accumulate=4,{BF16}", world=2),
+    Run("1.3b", 2048, 2, f"zero=2,accumulate=4,{BF16}", world=2),
+    Run("3b", 2048, 1, f"zero=3,recompute=full,{BF16}", world=2),
     # And again other sizes, in the order of how much they would be missed.
     Run("124m", 1024, 64, BF16),
     Run("124m", 1024, 64, f"recompute=full,{BF16}"),
@@ -85,7 +89,7 @@ RUNS = (
     Run("3b", 2048, 2, f"zero=2,recompute=full,{BF16}", world=32),
 )
 _TINY = {"depth": 2, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 512}
-WARM_STEPS, TIMED_STEPS = 2, 4
+WARM_STEPS, TIMED_STEPS = 2, 6
 
 
 def measure_run(run: Run, device: str, tiny: bool) -> dict[str, Any]:
@@ -149,7 +153,7 @@ def measure_run(run: Run, device: str, tiny: bool) -> dict[str, Any]:
         peaks.append((backward, torch.cuda.max_memory_allocated() if cuda else 0))
     here = training.to_device(next(batches))
     kernels = _profile(training, here, device) if run.profile else None
-    return {
+    found = {
         **asdict(run),
         "layout": str(layout),
         "num_parameters": training.model_facts.num_parameters,
@@ -165,6 +169,7 @@ def measure_run(run: Run, device: str, tiny: bool) -> dict[str, Any]:
         "build_s": built_s,
         "profiled": kernels,
     }
+    return {**found, "launch": _launches(device)}
 
 
 def _settle(device: str) -> None:
@@ -432,6 +437,17 @@ def _launches(device: str) -> dict[str, float]:
     }
 
 
+def with_every_window(result: dict[str, Any]) -> dict[str, Any]:
+    """The launches of all processes in one: a host has slow seconds, and a figure from one of them is off
+    by a factor. The rates keep what each has measured."""
+    rates = result["rates"]
+    if not rates:
+        return result
+    windows = [rates["launch"], *(run["launch"] for run in result["runs"])]
+    launch = {name: statistics.median(one[name] for one in windows) for name in windows[0]}
+    return {**result, "rates": {**rates, "launch": launch, "launch_windows": windows}}
+
+
 def _work(pipe: Any, device: str, tiny: bool) -> None:
     """One process: gets ready, waits for its task, does it, answers and ends."""
     import torch
@@ -525,7 +541,7 @@ def main() -> None:
             result["runs"].append(answer)
             short = {k: answer[k] for k in ("peak_step_bytes", "peak_reserved_bytes", "step_s")}
             print(f"{took:6.1f} s  {name} {json.dumps(short)}", file=sys.stderr, flush=True)
-        write_json(args.json, result)
+        write_json(args.json, with_every_window(result))
         if following is not None:
             worker = following
     print_table(

@@ -1,7 +1,9 @@
 """How far the planner is from the runs that `gpu_plan_runs.py` measured on one GPU, run by run.
 
-Memory is planned by sizes and by the traced module, time by sizes with the shipped profile and with a
-machine made of the rates in the same file. The figures of `docs/plan.md` for own runs are its last lines.
+Memory is planned by sizes and by the traced module, time by sizes with the shipped profile, with a machine
+made of the rates in the same file, and with its launches as they were in the run's own process, where the
+file has them: a host that others use has slow seconds, and a step that waits for it follows them. The
+figures of `docs/plan.md` for own runs are its last lines.
 
     python benchmarks/plan_own_runs.py [FILE]
 """
@@ -31,7 +33,7 @@ from ridgeline.plan.general_memory import module_stage_memory
 from ridgeline.plan.job import job_from_layout
 from ridgeline.plan.known import model_of_recipe
 from ridgeline.plan.machine import load_machine
-from ridgeline.plan.measured import load_measured
+from ridgeline.plan.measured import load_measured, machine_from_rates
 from ridgeline.plan.memory import stage_memory
 from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.time import rank_alone_s
@@ -66,9 +68,12 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?", default=RUNS)
     path = parser.parse_args().file
     shipped, measured = load_machine("h200"), load_measured(path)
-    errors: dict[str, list[float]] = {"by sizes": [], "traced": [], "profile": [], "rates": []}
+    known = json.loads(path.read_text())
+    heads = ["memory % by sizes", "traced", "time % profile", "rates"]
+    heads += ["and the run's launches"] if all("launch" in run for run in known["runs"]) else []
+    errors: dict[str, list[float]] = {name: [] for name in heads}
     rows = []
-    for run in json.loads(path.read_text())["runs"]:
+    for run in known["runs"]:
         layout = Layout.parse(run["layout"])
         model = model_of_recipe("llama", {"size": run["size"], **run["change"]}, run["seq"])
         batch = layout.dp * max(layout.microbatches, layout.accumulate) * run["samples"]
@@ -76,12 +81,15 @@ def main() -> None:
         facts = trace_llama(run["size"], run["seq"], model.layers)
         traced = module_stage_memory(module_job(facts, shipped, layout, batch), run["rank"])
         peak, step_s = run["peak_step_bytes"], run["step_s"]
-        found = (
+        found: tuple[float, ...] = (
             stage_memory(job, run["rank"]).allocated / peak - 1,
             traced.allocated / peak - 1,
             rank_alone_s(job) / step_s - 1,
             rank_alone_s(job.replace(machine=measured)) / step_s - 1,
         )
+        if "launch" in run:
+            then = machine_from_rates(shipped, {**known["rates"], "launch": run["launch"]})
+            found += (rank_alone_s(job.replace(machine=then)) / step_s - 1,)
         for name, error in zip(errors, found, strict=True):
             errors[name].append(error)
         what = (run["size"], str(run["seq"]), str(run["samples"]), run["layout"])
@@ -89,10 +97,7 @@ def main() -> None:
     for words, how in (("mean", statistics.fmean), ("worst", max)):
         ends = (f"{100 * how([abs(e) for e in found]):.1f}" for found in errors.values())
         rows.append((words, "", "", f"{len(rows)} runs" if words == "mean" else "", *ends))
-    print_table(
-        ("model", "seq", "samples", "layout", "memory % by sizes", "traced", "time % profile", "rates"),
-        rows,
-    )  # fmt: skip
+    print_table(("model", "seq", "samples", "layout", *heads), rows)
 
 
 if __name__ == "__main__":

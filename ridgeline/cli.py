@@ -282,7 +282,7 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
 
     if read_auto(config.layout) is not None:
         if has_torch():
-            from ridgeline.train.setup import check_names
+            from ridgeline.train.checks import check_names
 
             check_names(config)
         return
@@ -296,7 +296,7 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
         raise UsageError(str(finding))
     if not has_torch():
         return  # a login node: the rest is found out in the job
-    from ridgeline.train.setup import check_batch, check_names
+    from ridgeline.train.checks import check_batch, check_names
 
     check_batch(config, layout)
     check_names(config)

@@ -94,8 +94,13 @@ def pack(
     # One part of a recipe may have ended before the other was interrupted.
     left = [part for part in parts if not was_packed(*part, FORMATS[form])]
     for samples, place in left or parts:
-        with _bar() as tell:
-            done = write(samples, place, FORMATS[form], tell=tell, **options)
+        try:
+            with ended_in_order(), _bar() as tell:
+                done = write(samples, place, FORMATS[form], tell=tell, **options)
+        except KeyboardInterrupt:
+            raise RunError(
+                f"interrupted; the same command goes on with what is in {place}"
+            ) from None
         _say_packed(done, place)
 
 
@@ -113,15 +118,21 @@ def _samples(source: str, target: Path, overrides: list[str]) -> Iterator[tuple[
         raise UsageError(f"{overrides[0]!r} is for recipe:NAME; {source!r} is a path")
     from ridgeline.data.dataset import open_dataset
 
-    yield open_dataset(Path(source), check="always"), target
+    path = Path(source)
+    if path.is_dir() and target.resolve().is_relative_to(path.resolve()):
+        raise UsageError(
+            f"{target} lies inside {source}, which is what is packed; choose another place"
+        )
+    yield open_dataset(path, check="always"), target
 
 
 def _say_packed(done: Packed, place: Path) -> None:
     dataset = done.dataset
     there = len(dataset) - done.num_written
     before = f" ({there} were there already)" if there else ""
+    shards = "1 shard" if len(dataset.entries) == 1 else f"{len(dataset.entries)} shards"
     typer.echo(
-        f"{place}: {len(dataset)} samples{before} in {len(dataset.entries)} shards of format "
+        f"{place}: {len(dataset)} samples{before} in {shards} of format "
         f"{dataset.form.name}, {dataset.num_bytes / 1e6:.1f} MB, every checksum compared, "
         f"{done.seconds:.1f} s"
     )
@@ -190,21 +201,24 @@ def info(source: SomeData, as_json: Json = False) -> None:
 @data_app.command()
 def verify(source: SomeData, processes: Processes = None, as_json: Json = False) -> None:
     """Read every sample and compare its checksums; exit code 1 when one is damaged."""
+    from ridgeline.data.check import verify as check
     from ridgeline.data.dataset import open_dataset
-    from ridgeline.data.pack import verify as check
     from ridgeline.data.work import default_processes
 
     dataset = open_dataset(source)
     with _bar() as tell:
         bad = check(dataset, processes or default_processes(), tell)
+    lost = sum(damage.num_lost for damage in bad)
     if as_json:
-        typer.echo(json.dumps({"samples": len(dataset), "damaged": bad}, indent=1))
+        lines = [line for damage in bad for line in damage.lines]
+        typer.echo(json.dumps({"samples": len(dataset), "lost": lost, "damaged": lines}, indent=1))
     else:
-        for line in bad:
+        for line in (line for damage in bad for line in damage.shown):
             typer.echo(line)
     if bad:
         raise RunError(
-            f"{len(bad)} of {len(dataset)} samples of {source} cannot be used as they are"
+            f"{lost} of {len(dataset)} samples of {source}, in {len(bad)} of its "
+            f"{len(dataset.entries)} shards, cannot be used as they are"
         )
     if not as_json:
         compared = "read whole and as they were written" if dataset.has_checksums else "readable"

@@ -192,6 +192,7 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
 
 def _check_can_run(asked: Asked, config: RunConfig | None) -> None:
     """What is known to be wrong before anything runs."""
+    from ridgeline.doctor.climb import check_one_device
     from ridgeline.doctor.interface import surely_lacks_interface, tell_missing
     from ridgeline.machine.record import read_machine
 
@@ -199,6 +200,8 @@ def _check_can_run(asked: Asked, config: RunConfig | None) -> None:
         raise UsageError(
             f"-n {asked.num_processes} with --climb: a climb is on one device; leave -n out"
         )
+    if asked.effort is not None and config is not None:
+        check_one_device(config)
     if asked.machine is not None:
         if not asked.machine.is_file():
             raise UsageError(

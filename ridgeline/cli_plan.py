@@ -19,6 +19,7 @@ from ridgeline.cli_validate import choose, validate
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
+    from ridgeline.layout import Layout
     from ridgeline.plan.kinds import Model
     from ridgeline.plan.machine import Machine
     from ridgeline.plan.module import ModuleFacts
@@ -65,14 +66,26 @@ def best(
         typer.Option(min=1, help="Global batch in samples; default: the recipe's, or 1024."),
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens a sample.")] = None,
-    precision: Annotated[str, typer.Option(help="Arithmetic: bf16, fp16, tf32 or fp32.")] = "bf16",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Arithmetic: fp8, bf16, fp16, tf32 or fp32; default: the recipe's, or bf16."
+        ),
+    ] = None,
     by: Annotated[str, typer.Option(help="Rank by time, memory or cost.")] = "time",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     tokens: Annotated[
         float | None,
-        typer.Option(help="A goal in tokens (or samples), for days and cost."),
+        typer.Option(min=0, help="A goal in tokens (or samples), for days and cost."),
     ] = None,
-    price: Annotated[float, typer.Option(help="Of a device and hour, for the cost.")] = 0.0,
+    price: Annotated[
+        float | None,
+        typer.Option(min=0, help="Of a device and hour, for the cost; default: the machine's."),
+    ] = None,
+    said: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="What is not to be chosen, as compile=true or compress=bf16."),
+    ] = None,
     why: Annotated[
         bool, typer.Option("--why", help="What limits the best, and what would change it.")
     ] = False,
@@ -81,7 +94,7 @@ def best(
         typer.Option("--what-if", help="Change the machine, as in inter.bandwidth=400e9."),
     ] = None,
     scale: Annotated[
-        str | None, typer.Option(help="Scaling curves over nodes, as in 1..64 (powers of 2).")
+        str | None, typer.Option(help="Scaling curves over nodes, as in 1..64, doubling.")
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw --scale into this SVG file as well.")
@@ -90,7 +103,8 @@ def best(
         str | None, typer.Option(help="One layout: its time and memory, and whether it fits.")
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(help="Put the best layout into this recipe.")
+        Path | None,
+        typer.Option(help="Put the best layout, or that of --explain, into this recipe."),
     ] = None,
     inputs: Annotated[
         list[str] | None,
@@ -107,69 +121,166 @@ def best(
     ] = 0.0,
 ) -> None:
     """The best layouts of a model on a machine."""
-    from ridgeline.plan.machine import load_machine
     from ridgeline.plan.search import ORDERS, search
-    from ridgeline.plan.show import show_best, show_programs, show_why
+    from ridgeline.plan.show import show_best, show_why
+    from ridgeline.plan.write import require_batch, require_model, startable, write_layout
 
     if by not in ORDERS:
         raise UsageError(f"--by {by} is none of {', '.join(ORDERS)}")
-    sizes, own_batch = _model(model, seq, inputs or [])
-    if machine.endswith(".json"):
-        from ridgeline.plan.measured import load_measured
-
-        place = load_measured(Path(machine))
-        if place.source.get("assumed"):
-            typer.echo(f"assumed of {place.name}: {place.source['assumed']}", err=True)
-    else:
-        place = load_machine(machine)
-    for line in show_programs(place):
-        typer.echo(line, err=True)
-    place = place.replace(price_per_device_hour=price)
+    if scale is not None:
+        for name, is_given in (
+            ("--write", write is not None), ("--explain", explain is not None),
+            ("--why", why), ("--tokens", tokens is not None),
+        ):  # fmt: skip
+            if is_given:
+                raise UsageError(
+                    f"{name} is of one number of nodes, and --scale has many; leave one of them out"
+                )
+    sizes, own_batch, own_precision = _model(model, seq, inputs or [])
+    if write is not None:
+        require_model(write, model, sizes)
+    place = _machine(machine)
+    precision = _precision(precision, own_precision, place, explain)
+    if price is not None:
+        if tokens is None and by != "cost":
+            raise UsageError("--price is for the cost of a goal; give that with --tokens")
+        place = place.replace(price_per_device_hour=price)
     place = _changed(place, what_if or [])
+    if sample_bytes and not place.storage_bandwidth:
+        raise UsageError(
+            f"--sample-bytes is read at the machine's storage_bandwidth, which {place.name} does not "
+            "say; give it with --what-if storage_bandwidth=5e9, in bytes a second and node"
+        )
+    if by == "cost" and not place.price_per_device_hour:
+        raise UsageError(
+            f"--by cost needs a price, and {place.name} has none; give --price, of a device and hour"
+        )
+    if batch is not None and write is not None:
+        require_batch(write, batch)
     batch = batch or own_batch
     devices = nodes * place.devices_per_node
     if explain is not None:
         if "precision=" not in explain:
             explain = f"{explain},precision={precision}".removeprefix(",")
-        _explain(explain, sizes, place, devices, batch, sample_bytes)
+        layout, is_fitting = _explain(explain, sizes, place, devices, batch, sample_bytes)
+        if write is not None:
+            if not is_fitting:
+                raise RunError(f"{layout} does not fit, and {write} is left as it was")
+            typer.echo(write_layout(write, layout))
         return
+    fixed = _said(",".join(said or []))
     if scale is not None:
-        _scale(scale, sizes, place, batch, precision, picture, sample_bytes)
+        _scale(scale, sizes, place, batch, precision, picture, sample_bytes, fixed)
         return
     if picture is not None:
         raise UsageError("--picture draws the curves of --scale; give that too, as in 1..64")
     order = "memory" if by == "memory" else "time"
-    found = search(sizes, place, devices, batch, precision, top, order, sample_bytes=sample_bytes)
+    found = search(sizes, place, devices, batch, precision, top, order, None, sample_bytes, fixed)
     if not found.best:
-        raise RunError(_nothing(sizes.name, batch, devices, place.name, found))
-    typer.echo(f"{sizes.name}, batch {batch} on {nodes} x {place.devices_per_node} of {place.name}")
+        raise RunError(_nothing(sizes.name, batch, devices, place.name, found, said or []))
+    changed = f" with {', '.join(what_if)}" if what_if else ""
+    typer.echo(
+        f"{sizes.name}, batch {batch} on {nodes} x {place.devices_per_node} of {place.name}{changed}"
+    )
     for line in show_best(found, tokens):
         typer.echo(line)
+    if batch % devices:
+        shared = [n for n in (batch // devices * devices, -(-batch // devices) * devices) if n]
+        typer.echo(
+            f"a batch of {batch} is not shared evenly by {devices} devices; "
+            f"{' or '.join(map(str, shared))} would be, and may be much faster"
+        )
     if why:
         typer.echo("")
-        for line in show_why(found, sizes, place, batch, precision):
+        for line in show_why(found, sizes, place, batch, precision, sample_bytes, fixed):
             typer.echo(line)
     if write is not None:
-        _write(write, str(found.best[0].layout))
+        typer.echo(write_layout(write, startable(found, write).layout))
 
 
-def _model(name: str, seq: int | None, inputs: list[str]) -> tuple[Model, int]:
-    """A model's sizes or a module's facts, and the batch that goes with them."""
-    from ridgeline.plan.known import MODELS, find_model, model_of_recipe
+def _machine(name: str) -> Machine:
+    """By its profile's name, a file of it, or measured rates."""
+    from ridgeline.plan.machine import load_machine
+    from ridgeline.plan.show import show_programs
 
-    if name in MODELS:
-        return find_model(name, seq), 1024
+    if name.endswith(".json"):
+        from ridgeline.plan.measured import load_measured
+
+        place = load_measured(Path(name))
+        if place.source.get("assumed"):
+            typer.echo(f"assumed of {place.name}: {place.source['assumed']}", err=True)
+    else:
+        place = load_machine(name)
+    for line in show_programs(place):
+        typer.echo(line, err=True)
+    return place
+
+
+SAID = ("compile", "shard", "compress", "sync", "offload")
+"""What the search does not choose and the planner knows the price of."""
+
+
+def _precision(asked: str | None, own: str | None, place: Machine, explain: str | None) -> str:
+    """What was asked for, else the recipe's, else the 16 bits that the device has."""
+    from ridgeline.plan.machine import require_precision
+
+    found = asked or own
+    if found is None:
+        have = [name for name in ("bf16", "fp16", "fp32") if place.device.peak_flops.get(name)]
+        found = have[0]
+        if found != "bf16":
+            typer.echo(f"{place.device.name} has no bf16: planned in {found}", err=True)
+    if explain is None or "precision=" not in explain:
+        require_precision(
+            place, found, "--precision" if asked else "the recipe" if own else "--machine"
+        )
+    return found
+
+
+def _said(text: str) -> dict[str, Any]:
+    """Fields of a layout that the search is not to choose."""
+    from ridgeline.layout import Layout
+
+    names = [item.partition("=")[0].strip() for item in text.split(",") if item.strip()]
+    layout = Layout.parse(text, "--with")
+    for name in names:
+        if name not in SAID:
+            raise UsageError(
+                f"{name} in --with {text} is not for it: it takes {', '.join(SAID)}, and the search "
+                "chooses the rest; ask for one layout with --explain"
+            )
+    if layout.sync == "async":
+        raise UsageError(f"the planner has no model of sync=async in --with {text}; leave it out")
+    return {name: getattr(layout, name) for name in names}
+
+
+def _model(name: str, seq: int | None, inputs: list[str]) -> tuple[Model, int, str | None]:
+    """A model's sizes or a module's facts, and the batch and precision that go with them."""
+    from ridgeline.plan.known import MODELS, find_model
+
+    known = name in MODELS
+    if inputs and (known or ":" not in name):
+        raise UsageError(
+            f"--input {inputs[0]} is for package.module:factory; {name} has its own samples"
+        )
+    if known:
+        return find_model(name, seq), 1024, None
     from ridgeline.config import find_recipe, load_config, recipe_names
 
     is_recipe = name in recipe_names() or name.endswith((".yaml", ".yml"))
     if not is_recipe and not name.endswith(".json") and ":" not in name:
-        return find_model(name, seq), 1024
+        return find_model(name, seq), 1024, None
+    batch: int = 1024
+    precision: str | None = None
     if is_recipe:
+        from ridgeline.layout import Layout, read_auto
+        from ridgeline.plan.recipe import recipe_model
+
         config = load_config(find_recipe(name), []).config
-        args = config.data.args
+        batch = config.train.batch
+        precision = (read_auto(config.layout) or Layout.parse(config.layout, "layout")).precision
         if config.model.name == "llama":
-            length = seq or args.get("seq_len") or (args.get("shape") or [None])[0]
-            return model_of_recipe("llama", config.model.args, length), config.train.batch
+            return recipe_model(config, seq=seq), batch, precision
     if seq is not None:
         raise UsageError(
             f"--seq {seq} is for models that are planned by their sizes, and {name} is planned from a "
@@ -178,8 +289,8 @@ def _model(name: str, seq: int | None, inputs: list[str]) -> tuple[Model, int]:
     if name.endswith(".json"):
         from ridgeline.plan.module import load_facts
 
-        return load_facts(Path(name)), 1024
-    return _trace(name, [], inputs), config.train.batch if is_recipe else 1024
+        return load_facts(Path(name)), batch, precision
+    return _trace(name, [], inputs), batch, precision
 
 
 def _trace(name: str, overrides: list[str], inputs: list[str]) -> ModuleFacts:
@@ -233,51 +344,52 @@ def facts(
 
 
 def _changed(machine: Machine, changes: list[str]) -> Machine:
+    from ridgeline.plan.profile import read_number
+    from ridgeline.plan.show import read_place
+
     for text in changes:
-        name, equals, value = text.partition("=")
-        place: object = machine
-        for part in name.strip().split("."):
-            place = getattr(place, part, None)
-        if not equals or not isinstance(place, (int, float)):
+        name, equals, value = (part.strip() for part in text.partition("="))
+        was = read_place(machine, name)
+        if not equals or isinstance(was, bool) or not isinstance(was, (int, float)):
             raise UsageError(
                 f"{text!r} in --what-if changes nothing; write a number's place as in "
-                "inter.bandwidth=400e9 or device.memory_bytes=141e9"
+                "inter.bandwidth=400e9, device.memory_bytes=141e9 or device.peak_flops.bf16=2e15"
             )
-        try:
-            number = float(value)
-        except ValueError as error:
-            raise UsageError(f"{value!r} in --what-if {text} is no number") from error
-        machine = machine.replace(
-            **{name.strip(): int(number) if isinstance(place, int) else number}
-        )
+        number = read_number(name, value, "--what-if")
+        head, _, key = name.rpartition(".")
+        inside = read_place(machine, head) if head else None
+        if isinstance(inside, dict):
+            machine = machine.replace(**{head: {**inside, key: number}})
+        else:
+            machine = machine.replace(**{name: number})
     return machine
 
 
 def _explain(
     text: str, model: Model, machine: Machine, devices: int, batch: int, sample_bytes: float
-) -> None:
+) -> tuple[Layout, bool]:
+    """Shows one layout; that, and whether it fits."""
     from ridgeline.layout import Layout, require_layout
     from ridgeline.plan.kinds import kind_of
+    from ridgeline.plan.machine import require_precision
+    from ridgeline.plan.memory import fits
     from ridgeline.plan.predict import predict
+    from ridgeline.plan.recipe import require_known
     from ridgeline.plan.search import Planned
     from ridgeline.plan.show import explain
     from ridgeline.plan.software import own_program
 
     layout = Layout.parse_for(text, devices, "--explain")
     require_layout(layout, "--explain")
+    require_precision(machine, layout.precision, "--explain")
     parts = layout.dp * (layout.microbatches if layout.pp > 1 else layout.accumulate)
     if batch % parts:
         raise UsageError(
             f"--batch {batch} is not divisible by the {parts} parts of {text!r} in --explain; "
             f"use --batch {-(-batch // parts) * parts}"
         )
+    require_known(model, machine, layout)
     kind = kind_of(model)
-    most = kind.choices(model, machine).most_stages
-    if layout.pp * layout.virtual > most:
-        raise UsageError(
-            f"{layout.pp * layout.virtual} stages of {text!r} in --explain are more than the "
-            f"{most} layers of {model.name}; use pp={most} or less"
-        )
     job = kind.arrange(model, machine, layout, batch, own_program(machine))
     job = replace(job, sample_bytes=sample_bytes)
     for line in kind.assumptions(job):
@@ -285,6 +397,7 @@ def _explain(
     predicted = predict(job)
     for line in explain(Planned(layout, job, predicted.time, predicted.memory)):
         typer.echo(line)
+    return layout, fits(job, predicted.memory)
 
 
 def _scale(
@@ -295,6 +408,7 @@ def _scale(
     precision: str,
     picture: Path | None = None,
     sample_bytes: float = 0.0,
+    said: dict[str, Any] | None = None,
 ) -> None:
     from ridgeline.plan.search import scale
     from ridgeline.plan.show import show_scale
@@ -306,8 +420,10 @@ def _scale(
     while count <= int(last):
         nodes.append(count)
         count *= 2
+    if nodes[-1] < int(last):
+        nodes.append(int(last))
     curves = {
-        weak: scale(model, machine, nodes, batch, precision, weak, sample_bytes=sample_bytes)
+        weak: scale(model, machine, nodes, batch, precision, weak, None, sample_bytes, said)
         for weak in (True, False)
     }
     for weak, rows in curves.items():
@@ -327,27 +443,20 @@ def _scale(
         typer.echo(f"drawn: {picture}")
 
 
-def _nothing(name: str, batch: int, devices: int, machine: str, found: Found) -> str:
+def _nothing(
+    name: str, batch: int, devices: int, machine: str, found: Found, said: list[str]
+) -> str:
     text = f"no layout of {name} with a batch of {batch} fits {devices} devices of {machine}"
+    if said:
+        # It may rule out what would spread the weights, or divide no number of devices that there is.
+        text += f" with {','.join(said)}; leave that out, or see what of it does not fit: --explain"
+        return text
     if found.closest is not None:
         layout, need = found.closest
         return f"{text}; the closest, {layout}, needs {need / 1e9:.1f} GB a device: use more nodes"
     if found.too_large:
         return f"{text}: weights and optimizer state alone are too large in all of them; use more nodes"
     return f"{text}: none divides it; try a batch that more devices divide"
-
-
-def _write(path: Path, layout: str) -> None:
-    """Replace or add the line `layout:` of a recipe, and leave every other as it is."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if not line.startswith("layout:")]
-        path.write_text("\n".join([*kept, f"layout: {layout}"]) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"cannot write {path} of --write ({error.strerror}); name a recipe"
-        ) from error
-    typer.echo(f"layout written to {path}")
 
 
 @plan_app.command()
@@ -394,6 +503,22 @@ def simulate(
         return
     for line in show_simulated(found):
         typer.echo(line)
+
+
+@plan_app.command()
+def machines() -> None:
+    """The machines whose profiles are shipped; --machine also takes a file in their form."""
+    from ridgeline.plan.machine import MACHINES, load_machine, machine_names
+    from ridgeline.plan.show import table
+
+    rows = []
+    for name in machine_names():
+        found = load_machine(name)
+        memory = f"{found.device.memory_bytes / 1e9:.0f} GB"
+        rows.append([name, str(found.devices_per_node), found.device.name, memory])
+    for line in table(["machine", "a node", "device", "memory"], rows):
+        typer.echo(line)
+    typer.echo(f"\ntheir files, to write one's own after: {MACHINES}")
 
 
 plan_app.command()(validate)

@@ -7,6 +7,7 @@ parameters on them and judges the rest. Needs no torch. Added to `ridgeline plan
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,31 +42,38 @@ def validate(
 ) -> None:
     """Predict rows that others measured, and print the errors by set."""
     from ridgeline.plan.rows import load_rows
-    from ridgeline.plan.validate import calibrate as fit
-    from ridgeline.plan.validate import changed, check_rows, fitted_machine, summarize
+    from ridgeline.plan.validate import (
+        changed,
+        check_rows,
+        fit_rows,
+        fitted_machine,
+        is_fitted,
+        summarize,
+    )
 
     measured = load_rows(rows)
     if write_machine is not None and calibrate is None:
         raise UsageError("--write-machine writes what --calibrate finds; give rows to fit on")
     change = None
-    chosen: Sequence[Row] = ()
+    used: Sequence[Row] = ()
     if calibrate is not None:
-        chosen = load_rows(calibrate)
-        values = fit(chosen)
-        change = changed(values)
-        typer.echo(f"factors fitted on {len(chosen)} rows: " + _show_values(values))
+        fitted = fit_rows(load_rows(calibrate, "--calibrate"))
+        used = fitted.rows
+        change = changed(fitted.values)
+        typer.echo(f"factors fitted on {len(used)} rows: " + _show_values(fitted.values))
+        for name, reason in fitted.skipped:
+            typer.echo(f"not fitted on: {_clipped(name)} ({reason})")
         if write_machine is not None:
             from ridgeline.plan.machine import machine_to_yaml
 
-            machine = fitted_machine(chosen, values)
-            text = machine_to_yaml(machine, f"Fitted on {len(chosen)} measured runs.")
+            machine = fitted_machine(used, fitted.values)
+            text = machine_to_yaml(machine, f"Fitted on {len(used)} measured runs.")
             _write(write_machine, text, "--write-machine")
     everything = check_rows(measured, change)
-    fitted_ids = {str(row["id"]) for row in chosen if "id" in row}
     checked = [
         one
-        for row, one in zip(measured, everything, strict=True)
-        if one.id not in fitted_ids and row not in chosen
+        for index, (row, one) in enumerate(zip(measured, everything, strict=True))
+        if not is_fitted(row, index, used)
     ]
     _show_summaries(summarize(checked))
     _show_skipped(checked)
@@ -109,7 +117,30 @@ def choose(
 
 
 def _as_json(records: Sequence[Any]) -> str:
-    return json.dumps(records, indent=1) + "\n"
+    try:
+        return json.dumps(_finite(records), indent=1, allow_nan=False) + "\n"
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"the rows cannot be written to --out ({error}); leave out what is nested so deeply"
+        ) from error
+
+
+def _finite(value: Any) -> Any:
+    """With null for what JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _figure(value: float, sign: str = "", digits: int = 2) -> str:
+    """Never wider than a column."""
+    return f"{value:{sign}.{digits}f}" if abs(value) < 1e7 else f"{value:{sign}.3g}"
+
+
+def _clipped(name: str) -> str:
+    return name if len(name) <= 80 else f"{name[:76]}..."
 
 
 def _write(path: Path, text: str, option: str = "--out") -> None:
@@ -129,9 +160,11 @@ def _show_summaries(summaries: list[Summary]) -> None:
     head = ("set", "what", "rows", "mean %", "median %", "p90 %", "bias %", "worst")
     table: list[tuple[str, ...]] = [head]
     for s in summaries:
-        worst = ", ".join(f"{name} {error:+.1f}" for name, error in s.worst[:3])
-        figures = tuple(f"{value:.2f}" for value in (s.mean, s.median, s.p90))
-        table.append((s.set, s.what, str(s.rows), *figures, f"{s.bias:+.2f}", worst))
+        worst = ", ".join(
+            f"{_clipped(name)} {_figure(error, '+', 1)}" for name, error in s.worst[:3]
+        )
+        figures = tuple(_figure(value) for value in (s.mean, s.median, s.p90))
+        table.append((_clipped(s.set), s.what, str(s.rows), *figures, _figure(s.bias, "+"), worst))
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     for row in table:
         typer.echo("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
@@ -142,21 +175,27 @@ def _show_skipped(checked: list[Checked]) -> None:
     if reasons:
         typer.echo("\nskipped:")
     for (name, reason), count in sorted(reasons.items()):
-        typer.echo(f"  {name}: {count} ({reason})")
+        typer.echo(f"  {_clipped(name)}: {count} ({reason})")
     only_predicted = Counter(c.set for c in checked if not c.skipped and not c.values["measured"])
     if only_predicted:
         typer.echo("\npredicted, and not measured:")
     for name, count in sorted(only_predicted.items()):
-        typer.echo(f"  {name}: {count}")
-    guesses = Counter((c.set, c.values["guessed"]) for c in checked if "guessed" in c.values)
-    if guesses:
-        typer.echo("\nsoftware that is not known:")
-    for (name, words), count in sorted(guesses.items()):
-        typer.echo(f"  {name}: {count} ({words})")
+        typer.echo(f"  {_clipped(name)}: {count}")
+    _show_counted(checked, "ignored", "measured figures that do not count:")
+    _show_counted(checked, "guessed", "software or devices that are not known:")
     refused = [c for c in checked if c.values.get("measured", {}).get("oom")]
     if refused:
         false = [c.id for c in refused if c.false_fit]
         typer.echo(
             f"\nout of memory when measured: {len(refused)}; said to fit: {len(false)}"
-            + (f" ({', '.join(false)})" if false else "")
+            + (f" ({', '.join(map(_clipped, false))})" if false else "")
         )
+
+
+def _show_counted(checked: list[Checked], key: str, title: str) -> None:
+    """What records say under a key, by set."""
+    found = Counter((c.set, c.values[key]) for c in checked if key in c.values)
+    if found:
+        typer.echo(f"\n{title}")
+    for (name, words), count in sorted(found.items()):
+        typer.echo(f"  {_clipped(name)}: {count} ({words})")

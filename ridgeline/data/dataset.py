@@ -262,8 +262,13 @@ class Dataset:
             rows = indices[places] - self.starts[number]
             shard = self.shard(number)
             if len(fixed) == len(names):
-                self._read_fixed(shard, number, rows, places, names, batch)
-                continue
+                if any(self.schema[name].num_bytes >= _DIRECT_BYTES for name in names):
+                    # All at once, so that the disk has more to do than the read being waited for.
+                    for row in rows.tolist():
+                        shard.ahead(row, row + 1)
+                if shard.reads_fields_apart:
+                    self._read_fixed(shard, number, rows, places, names, batch)
+                    continue
             for place, row in zip(places.tolist(), rows.tolist(), strict=True):
                 sample = shard.read(row)
                 self._check(shard, number, row, sample, names)
@@ -280,10 +285,6 @@ class Dataset:
         names: Sequence[str],
         batch: dict[str, Any],
     ) -> None:
-        if any(self.schema[name].num_bytes >= _DIRECT_BYTES for name in names):
-            # All at once, so that the disk has more to do than the read that is being waited for.
-            for row in rows.tolist():
-                shard.ahead(row, row + 1)
         for name in names:
             out = batch[name]
             if self.schema[name].num_bytes >= _DIRECT_BYTES:
@@ -325,6 +326,22 @@ class Dataset:
             end = min(last, int(self.starts[number + 1]))
             self.shard(number).ahead(row, row + end - first)
             first = end
+
+    def state_crc(self) -> int:
+        """CRC-32 of what tells these files from changed ones: the checksums of their tables, or names,
+        sizes and times of change where others wrote them. Reads no sample."""
+        crc = 0
+        for number, entry in enumerate(self.entries):
+            if number not in self._scanned:
+                crc = zlib.crc32(repr(entry).encode(), crc)
+                continue
+            for file in self.shard(number).files():
+                try:
+                    found = os.stat(file)
+                except OSError as error:
+                    raise RunError(f"cannot look at {file}: {error.strerror}") from error
+                crc = zlib.crc32(repr((file, found.st_size, found.st_mtime_ns)).encode(), crc)
+        return crc
 
     def close(self) -> None:
         with self._lock:
@@ -377,7 +394,7 @@ def open_dataset(path: Path, check: str = "once") -> Dataset:
     form, shards = detect(path)
     parts = sorted(str(found.parent) for found in path.glob(f"*/{DATASET}"))
     if parts:
-        raise UsageError(f"{path} holds several data sets; give one of them: {', '.join(parts)}")
+        raise UsageError(f"{path} holds data sets of its own; give one of them: {', '.join(parts)}")
     return _look_through(path, form, shards, check)
 
 

@@ -13,6 +13,7 @@ import copy
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,9 @@ class Loader:
 
     `batch` is the global batch. `device` matters only to a source that makes its batches on the
     device by itself (`device_fetch`); others give host tensors, see `Batch.to`. `blocks` shuffles for
-    files that are read in order. `change` is done to a batch where it is read, or with
-    `change_later` left to whoever brings it to the device (`Batch.settle`); `pairs` fetches the mates
-    of samples for it too.
+    files that are read in order; with `one_node` all ranks share the memory that holds files. `change`
+    is done to a batch where it is read, or with `change_later` left to whoever brings it to the device
+    (`Batch.settle`); `pairs` fetches the mates of samples for it too.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Loader:
         threads: int = 1,
         shuffle: bool = True,
         blocks: Blocks | None = None,
+        one_node: bool = False,
         drop_last: bool = False,
         pin_memory: bool = False,
         prefetch: int = 2,
@@ -90,6 +92,7 @@ class Loader:
         self.threads = threads
         self.shuffle = shuffle
         self.blocks = blocks
+        self.one_node = one_node
         self.pairs = pairs
         self.change = None if change_later else change
         """What is done to a batch where it is read."""
@@ -204,12 +207,16 @@ class Loader:
     def _asking_ahead(
         self, plans: Iterator[BatchPlan], epoch: int, blocks: Blocks
     ) -> Iterator[BatchPlan]:
-        """The same plans; the system is asked for the blocks of a window before it is begun."""
+        """The same plans; the system is asked for what is read of a window before it is begun. Where
+        other nodes read some of it, this rank's samples alone, so that no node is sent all of them."""
         windows = plan_windows(len(self.source), self.seed, epoch, blocks)
-        ends = []
+        ends: list[int] = []
         for window in windows:
             size = sum(last - first for first, last in window)
             ends.append(size + (ends[-1] if ends else 0))
+        if self.world > 1 and not self.one_node:
+            yield from self._asking_for_own(plans, ends)
+            return
         asked = 0
         for plan in plans:
             begun = bisect_right(ends, plan.step * self.batch)
@@ -219,6 +226,21 @@ class Loader:
                     self.source.ahead(first, last)  # type: ignore[attr-defined]
             asked = begun + 2
             yield plan
+
+    def _asking_for_own(self, plans: Iterator[BatchPlan], ends: list[int]) -> Iterator[BatchPlan]:
+        """`ends`: where windows end in the epoch's order."""
+        before: list[BatchPlan] = []
+        for _, group in groupby(plans, lambda plan: bisect_right(ends, plan.step * self.batch)):
+            window = list(group)
+            wanted = np.unique(np.concatenate([x for p in window for x in (*p.parts, *p.mates)]))
+            # In the order they lie in, neighbours together.
+            cuts = np.flatnonzero(np.diff(wanted) != 1)
+            firsts, lasts = wanted[[0, *(cuts + 1)]], wanted[[*cuts, -1]]
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+                self.source.ahead(first, last + 1)  # type: ignore[attr-defined]
+            yield from before
+            before = window
+        yield from before
 
     def close(self) -> None:
         """Stop the worker processes, if there are any; a later `epoch` starts them again."""

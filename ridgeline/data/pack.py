@@ -25,6 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ridgeline.data.check import verify
 from ridgeline.data.dataset import (
     DATASET,
     PLAN,
@@ -39,7 +40,6 @@ from ridgeline.data.dataset import (
     write_table,
 )
 from ridgeline.data.formats.contract import (
-    BadSample,
     Field,
     Format,
     Sample,
@@ -92,6 +92,9 @@ class Shuffled:
 
     def key(self, index: int) -> str:
         return self._samples.key(int(self._order[index]))
+
+    def state_crc(self) -> int:
+        return _state_crc(self._samples)
 
 
 @dataclass(frozen=True)
@@ -179,9 +182,10 @@ def _pack(
     dataset.classes = dataset.classes or classes_of(dataset.iter_keys())
     bad = verify(dataset, processes, tell)
     if bad:
+        lines = [line for damage in bad for line in damage.lines]
         raise RunError(
-            f"what was written to {target} does not read back as it was: {bad[0]}"
-            + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+            f"what was written to {target} does not read back as it was: {lines[0]}"
+            + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
             + "; the disk or the memory of this machine is at fault, pack again elsewhere"
         )
     if len(dataset) != len(samples):
@@ -226,16 +230,6 @@ def unpack(
         run_tasks(_write_files, job, tasks, processes, told)
         unpacking.unlink()
     return len(dataset)
-
-
-def verify(
-    dataset: Dataset, processes: int = 1, tell: Told = lambda what, done, of: None
-) -> list[str]:
-    """Read everything and compare checksums; a sentence for each sample or shard that is not whole."""
-    numbers = range(len(dataset.entries))
-    told = lambda done: tell("checking", done, len(dataset))  # noqa: E731
-    found = run_tasks(_verify_shard, dataset, numbers, processes, told)
-    return [line for lines in found for line in lines]
 
 
 def _make_folder(path: Path) -> None:
@@ -284,13 +278,14 @@ class _Found:
     mean_bytes: float
     """Of a sample."""
     crc: int
-    """Of their keys and contents: whether a second start has the same samples."""
+    """Of their keys and contents, and of the state of all files where samples come from such: whether a
+    second start has the same samples."""
 
 
 def _look_ahead(samples: Samples, varying: bool) -> _Found:
     picks = np.unique(np.linspace(0, len(samples) - 1, num=_PROBED).astype(np.int64)).tolist()
     schema = dict(samples.schema)
-    num_bytes, crc = 0, 0
+    num_bytes, crc = 0, _state_crc(samples)
     for index in picks:
         sample = samples.read(index)
         schema = widen(schema or schema_of(sample), sample, f"sample {index} of {samples.origin}")
@@ -306,6 +301,12 @@ def _look_ahead(samples: Samples, varying: bool) -> _Found:
             for name, field in schema.items()
         }
     return _Found(schema, max(1.0, num_bytes / len(picks)), crc)
+
+
+def _state_crc(samples: Samples) -> int:
+    """Of all samples without reading them, where they can tell (`Dataset.state_crc`)."""
+    tell: Callable[[], int] | None = getattr(samples, "state_crc", None)
+    return 0 if tell is None else tell()
 
 
 def _plan(
@@ -338,8 +339,9 @@ def _plan(
         for key in ("origin", "format", "samples", "fields", "shard_bytes", "crc"):
             if begun.get(key) != plan[key]:
                 raise UsageError(
-                    f"{target} was begun with {key}={begun.get(key)!r:.80}, not {plan[key]!r:.80}; "
-                    "choose another place or remove it"
+                    f"{target} was begun with {key}={begun.get(key)!r:.80}, not {plan[key]!r:.80}"
+                    + (" (the samples or their files have changed since)" if key == "crc" else "")
+                    + "; choose another place or remove it"
                 )
         return list(begun["bounds"])
     if any(target.iterdir()):
@@ -462,33 +464,3 @@ def _write_files(job: _Job, task: _Task) -> None:
     for row, wanted in enumerate(checksums):
         if sample_checksums(written.read(row), job.schema) != wanted:
             raise written.damaged(row, "does not read back as it was written")
-
-
-def _verify_shard(dataset: Dataset, number: int) -> list[str]:
-    tally = Tally()
-    lines = []
-    try:
-        shard = dataset.shard(number)
-    except (RunError, UsageError) as error:
-        return [str(error)]
-    entry = dataset.entries[number]
-    if len(shard) != entry.num_samples:
-        lines.append(f"{shard.path} holds {len(shard)} samples, not {entry.num_samples}")
-    if (num_bytes := disk_bytes(shard.path)) != entry.num_bytes:
-        lines.append(f"{shard.path} has {num_bytes} bytes, not {entry.num_bytes}")
-    checksums = shard.table.checksums
-    for row in range(len(shard)):
-        try:
-            sample = shard.read(row)
-            if checksums is not None:
-                found = sample_checksums(sample, dataset.schema)
-                for name, one, other in zip(dataset.schema, found, checksums[row], strict=True):
-                    if one != int(other):
-                        raise shard.damaged(
-                            row, f"is damaged: its field {name!r} has another checksum"
-                        )
-        except BadSample as error:
-            lines.append(str(error))
-        tally.add()
-    tally.tell()
-    return lines

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ridgeline.data.children import end_with_parent, signals_held
@@ -21,6 +23,8 @@ from ridgeline.errors import RunError
 _TELL_EVERY_S = 0.2
 # What the count of samples is set to when the processes are to stop.
 _STOP = -(2**62)
+# How long they may take to; one that writes a sample of its shard needs less.
+_ENDS_S = 10.0
 
 
 def _ignore(number: int) -> None:
@@ -90,6 +94,8 @@ def run_tasks(
     if processes <= 1 or len(tasks) <= 1:
         return _run_here(work, common, tasks, tell)
     context = multiprocessing.get_context("forkserver")
+    others = active_children()
+    ends_soon = False
     counter = context.Value("q", 0)
     results: dict[Future[Any], Any] = {}
     pool = ProcessPoolExecutor(
@@ -109,13 +115,42 @@ def run_tasks(
             "a process of the work was killed, most likely for memory; fewer --processes need less"
         ) from error
     except BaseException:
+        ends_soon = True
         with counter.get_lock():
             counter.value = _STOP
         raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        _shut(pool, others, ends_soon)
     tell(counter.value)
     return [results[future] for future in futures]
+
+
+def _shut(pool: ProcessPoolExecutor, others: Sequence[BaseProcess], ends_soon: bool) -> None:
+    """End the processes, whatever comes meanwhile: a pool that is left in the middle of its end by a second
+    Ctrl-C waits for them for ever when Python ends. Those that are to stop and do not are killed."""
+    interrupted = None
+    while True:
+        try:
+            with signals_held():
+                if ends_soon:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    _end_soon([one for one in active_children() if one not in others])
+                pool.shutdown(wait=True, cancel_futures=True)
+            break
+        except KeyboardInterrupt as second:
+            interrupted = second
+    if interrupted is not None:
+        raise interrupted
+
+
+def _end_soon(processes: Sequence[BaseProcess]) -> None:
+    until = time.monotonic() + _ENDS_S
+    alive = {process.sentinel: process for process in processes}
+    while alive and (left := until - time.monotonic()) > 0:
+        for sentinel in connection.wait(list(alive), left):
+            del alive[sentinel]  # type: ignore[arg-type]
+    for process in alive.values():
+        process.kill()
 
 
 def _run_here(

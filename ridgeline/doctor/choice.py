@@ -37,6 +37,8 @@ LEAST_PREDICTED = 1.001
 """A remedy that does not promise this much is not worth a process."""
 WAITS_MORE = 0.03
 """Share of the step by which a state has to wait longer for data to have been held back by them."""
+SLOW_TIMES = 3.0
+"""A remedy that takes minutes to start is taken to cost so many times what the others did."""
 NOT_SLOWER = 0.97
 """A state that is slower than this is so by itself."""
 
@@ -125,6 +127,8 @@ class Waiting:
             self._parts += [part for part in (names[:half], names[half:]) if len(part) > 1]
             self._feeding.pop(remedy.name, None)
             return None
+        if remedy.feeds and step.data_s > WAITS_MORE * step.step_s:
+            self._feeding.pop(remedy.name, None)  # data were waited for, and it did not bring them
         alone = remedy.feeds or remedy.members  # of many, each can still be one of a pair
         if alone or rung.gain < NOT_SLOWER or rung.step_s is None or not rung.data_share:
             return None
@@ -154,7 +158,8 @@ class Waiting:
                 found.append(Untried(name, TOO_LITTLE, gain, reason))
                 continue
             joins = self._joins(promise)
-            needed_s += 0.0 if joins and is_joined else cost_s  # many together are one state
+            if not (joins and is_joined):  # many together are one state
+                needed_s += cost_s * (SLOW_TIMES if promise.remedy.slow else 1.0)
             is_joined = is_joined or joins
             budget_s = 10.0 * math.ceil(needed_s / 10.0)
             found.append(Untried(name, NO_TIME, gain, reason, budget_s))

@@ -1,12 +1,13 @@
 """The climb: remedies one at a time, each measured in turns with the last kept state and held to its loss.
 
-Every state runs in a process of its own (`states.py`) from the same seed on the same samples. A remedy
-is kept when it is faster by more than the noise of the turns and the loss curve stays where the baseline's
-is. At the end the baseline and the last state run side by side once more: a product of gains that were
-each chosen for being large tends to be too large. Compiled code is kept in the climb's folder, so that a
-state that was compiled once starts sooner, and states start ahead of their turn (`ahead.py`). An interrupt
-ends the climb where it is, with what was kept so far. Called by `ridgeline doctor --climb`; itself imports
-without torch.
+Every state runs in a process of its own (`states.py`) from the same seed on the same samples. A remedy is
+kept when it is faster by more than the noise of the turns and the loss curve stays where the baseline's
+is; one that costs no digits is held to the last kept state that does, since it is not to answer for what
+that did. At the end the baseline and the last state run side by side once more: a product of gains that
+were each chosen for being large tends to be too large. Compiled code is kept in the climb's folder, so
+that a state that was compiled once starts sooner, and states start ahead of their turn (`ahead.py`). An
+interrupt ends the climb where it is, with what was kept so far. Called by `ridgeline doctor --climb`;
+itself imports without torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ridgeline.config import RunConfig, dump_config
 from ridgeline.doctor.ahead import AT_ONCE_S, ENDS_S, Ahead, num_beside
 from ridgeline.doctor.choice import (
     LEAST_PREDICTED,
+    SLOW_TIMES,
     Foreseen,
     Promise,
     Waiting,
@@ -43,9 +45,17 @@ from ridgeline.doctor.ladder import (
     show_ladder,
     show_rate,
 )
-from ridgeline.doctor.losses import NUDGE, difference, is_near, judge_losses, wobble_of
+from ridgeline.doctor.losses import (
+    NUDGE,
+    difference,
+    is_near,
+    judge_losses,
+    judge_whole,
+    tell_losses,
+    wobble_of,
+)
 from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, SCRIPT, look_at
-from ridgeline.doctor.race import BeforeFailed, build_rung, race, tell_gain
+from ridgeline.doctor.race import QUIET, BeforeFailed, build_rung, race, tell_gain
 from ridgeline.doctor.remedies.contract import Remedy, Step
 from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
 from ridgeline.doctor.states import (
@@ -57,7 +67,7 @@ from ridgeline.doctor.states import (
     script_settings,
 )
 from ridgeline.errors import RunError, UsageError
-from ridgeline.layout import Layout
+from ridgeline.layout import Layout, read_auto
 from ridgeline.train.settings import write_settings
 
 RECIPE, CLIMBED = "recipe.yaml", "climbed.yaml"
@@ -79,6 +89,12 @@ class _Ascent:
     unit: str = ""
     per_step: float = 0.0
     baseline_losses: list[float] = field(default_factory=list)
+    reordered_losses: list[float] = field(default_factory=list)
+    """The baseline's, moved as far as kept states that cost no digits have moved theirs."""
+    rounded_losses: list[float] = field(default_factory=list)
+    """Of the last kept state that costs digits, the baseline's before there is one."""
+    rounded: str = ""
+    """That state's remedy."""
     wobble: float | None = None
     """How far the baseline is from itself after a nudge; None where that is not known."""
     is_wobble_asked: bool = False
@@ -116,6 +132,19 @@ class _Ascent:
     @property
     def next_cost_s(self) -> float:
         return statistics.median(self.costs_s) if self.costs_s else self.baseline_cost_s
+
+    def has_time_for(self, remedy: Remedy) -> bool:
+        """One that takes minutes to start needs them left; others are begun until the budget is over."""
+        return self.left_s >= (SLOW_TIMES * self.next_cost_s if remedy.slow else 0.0)
+
+    def note_losses(self, remedy: Remedy, losses: list[float]) -> None:
+        """Of a state that is kept, while the one before it still is."""
+        num = self.effort.check_steps
+        if remedy.costs_digits:
+            self.rounded, self.rounded_losses = remedy.name, losses[:num]
+            return
+        moved = zip(self.reordered_losses, losses[:num], self.kept.losses[:num], strict=True)
+        self.reordered_losses = [loss * new / old if old else loss for loss, new, old in moved]
 
     def add(self, rung: Rung) -> None:
         """With the figures over the baseline where it was raced."""
@@ -163,8 +192,7 @@ def climb(
     winning settings), `ladder.json` and `ladder.svg` in `out`, also when it is interrupted. `cache` is
     where compiled code is kept, for climbs that are to find it again.
     """
-    if Layout.parse_for(config.layout or "dp=1", 1).world_size != 1:
-        raise UsageError(f"a climb is on one device, and the layout is {config.layout!r}; use dp=1")
+    check_one_device(config)
     check_names(effort.without, remedies)
     spares = build_spares(config, out / "states", cache, 1 + effort.num_ahead)
 
@@ -178,6 +206,11 @@ def climb(
         return _climb(config, out, start, write, "recipe", measured, remedies, effort, say)
     finally:
         spares.close()
+
+
+def check_one_device(config: RunConfig) -> None:
+    if read_auto(config.layout) is None and Layout.parse(config.layout or "dp=1").world_size != 1:
+        raise UsageError(f"a climb is on one device, and the layout is {config.layout!r}; use dp=1")
 
 
 def climb_script(
@@ -281,7 +314,8 @@ def _begin(ascent: _Ascent, what: str) -> None:
         raise_as_usage(error)
         raise RunError(f"the {what} does not run as it is: {error}") from error
     ascent.baseline_cost_s = checked_s + 2 * (ascent.spent_s - checked_s)
-    ascent.baseline_losses = kept.losses[: effort.check_steps]
+    losses = kept.losses[: effort.check_steps]
+    ascent.baseline_losses = ascent.reordered_losses = ascent.rounded_losses = losses
     if len(ascent.baseline_losses) < effort.check_steps:
         raise UsageError(
             f"the {what} called backward on {len(ascent.baseline_losses)} losses in {effort.check_steps} "
@@ -289,7 +323,14 @@ def _begin(ascent: _Ascent, what: str) -> None:
         )
     ascent.unit = kept.last["unit"]
     ascent.per_step = kept.last["samples"] * kept.last["units_per_sample"]
-    first = build_rung(Rung(BASELINE, (), True, ""), kept, True, f"the {what} as it is")
+    for step, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise UsageError(
+                f"the {what}'s own loss is {loss} at step {step + 1}, so that there is nothing to compare "
+                "losses with; let it train first"
+            )
+    why = f"the {what} as it is"
+    first = build_rung(Rung(BASELINE, (), True, ""), kept, True, why, losses=losses)
     rate = ascent.per_step / first.step_s if first.step_s else None
     ascent.add(dataclasses.replace(first, times=1.0, rate=rate))
 
@@ -312,7 +353,7 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
     while True:
         config = ascent.kept.config
         found = waiting.rank(step, config)
-        if ascent.is_late or not found or found[0].gain < LEAST_PREDICTED:
+        if not found or found[0].gain < LEAST_PREDICTED or not ascent.has_time_for(found[0].remedy):
             ascent.untried = waiting.untried(step, config, ascent.spent_s, ascent.next_cost_s)
             return
         remedy = found[0].remedy
@@ -335,6 +376,7 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
         ascent.add(rung)
         if candidate is None:
             continue
+        ascent.note_losses(remedy, candidate.losses)
         before, ascent.kept = ascent.kept, candidate
         ascent.overrides += changes
         before.close()
@@ -382,9 +424,10 @@ def _try(
     searches = config.tune.search_convolutions and look_at(config).num_conv2d >= MANY_CONVOLUTIONS
     alone = remedy.slow or searches or ascent.next_cost_s > ascent.left_s
     number = 0 if alone else num_beside(ascent.kept, ascent.effort)
+    whose = "" if remedy.costs_digits else ascent.rounded
     while True:
         try:
-            rung, candidate = _measure(dropped, config, ascent, foreseen, number)
+            rung, candidate = _measure(dropped, config, whose, ascent, foreseen, number)
         except BeforeFailed:
             raise
         except RunError as error:
@@ -398,26 +441,40 @@ def _try(
 
 
 def _measure(
-    tried: Rung, config: RunConfig, ascent: _Ascent, foreseen: Iterable[Foreseen], number: int
+    tried: Rung,
+    config: RunConfig,
+    whose: str,
+    ascent: _Ascent,
+    foreseen: Iterable[Foreseen],
+    number: int,
 ) -> tuple[Rung, Candidate | None]:
+    """`whose` losses it is held to: those of the state of that remedy, or the baseline's."""
     effort, kept = ascent.effort, ascent.kept
+    held_to = ascent.rounded_losses if whose else ascent.reordered_losses
     place = f"{len(ascent.rungs):02}-{tried.name.replace(' ', '-')}"
     candidate, keep, wait_s = None, False, ENDS_S
     try:
         candidate = ascent.ahead.get(config, place, foreseen, number)
-        losses, baseline = candidate.losses, ascent.baseline_losses
-        apart = difference(losses[: effort.check_steps], baseline)
-        problem = judge_losses(losses, baseline, effort, ascent.wobble or 0.0)
-        if problem and is_near(losses, baseline, effort) and _find_wobble(ascent):
-            problem = judge_losses(losses, baseline, effort, ascent.wobble or 0.0)
+        losses = candidate.losses[: effort.check_steps]
+        apart = difference(losses, ascent.baseline_losses)
+        problem = judge_losses(losses, held_to, effort, ascent.wobble or 0.0)
+        if problem and is_near(losses, held_to, effort) and _find_wobble(ascent):
+            problem = judge_losses(losses, held_to, effort, ascent.wobble or 0.0)
+        if problem and whose:
+            problem += f", of {whose}"
+        problem = problem or judge_whole(losses, ascent.baseline_losses, effort)
         if problem:
-            return build_rung(tried, candidate, False, problem, apart), None
+            return build_rung(tried, candidate, False, problem, apart, losses=losses), None
         ascent.ahead.settle()
         ascent.ahead.make_room(kept, candidate)
         raced = race(kept, candidate, effort)
-        gain, noise = raced.gain, raced.noise(effort.least_gain)
+        # Many together that bring next to nothing may have one among them that harms.
+        quiet = effort.least_gain if tried.members else QUIET
+        gain, noise = raced.gain, raced.noise(effort.least_gain, quiet)
         keep = gain > 1 + noise
-        rung = build_rung(tried, candidate, keep, tell_gain(gain, noise), apart, raced)
+        wobble = ascent.wobble or 0.0
+        why = tell_gain(gain, noise) + tell_losses(losses, held_to, effort, wobble, whose)
+        rung = build_rung(tried, candidate, keep, why, apart, raced, losses)
         return dataclasses.replace(rung, noise=noise), candidate if keep else None
     except KeyboardInterrupt:
         keep, wait_s = False, AT_ONCE_S

@@ -51,7 +51,7 @@ def pair(first: Remedy, feeding: Remedy, gain: float, reason: str) -> Remedy:
 def can_join(remedy: Remedy, gain: float) -> bool:
     """Whether it may be one of many: not what costs digits, so that a loss that moves has one reason;
     not what takes minutes to start, nor what shows its gain only in a step that waits for data."""
-    apart = remedy.slow or remedy.feeds or remedy.repeats or remedy.risk == "rounding"
+    apart = remedy.slow or remedy.feeds or remedy.repeats or remedy.costs_digits
     return NOT_TOO_SMALL <= gain < SMALL and not apart
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from ridgeline.doctor.losses import WOBBLES, widen
+from ridgeline.doctor.losses import BEHIND, WIDEST, WOBBLES, widen
 from ridgeline.machine.picture import duration
 
 DISAGREE = (
@@ -64,6 +64,8 @@ class Rung:
     """Other states that started at the same time."""
     members: tuple[str, ...] = ()
     """Of one that is many remedies together, their names."""
+    losses: tuple[float, ...] = ()
+    """Those that were compared; none where one of them is no number."""
 
     @property
     def full_name(self) -> str:
@@ -219,7 +221,9 @@ def _notes(ladder: Ladder) -> list[str]:
         "throughput: the baseline's, times x baseline, so that slow minutes of the machine do not enter"
         + _pace(ladder),
         f"loss: mean of the last quarter of {ladder.check_steps} steps against the baseline's on the same "
-        f"samples; {_loss_bound(ladder)}",
+        f"samples; {_loss_bound(ladder)}; up to {WIDEST * ladder.loss_bound:.2%} pass where losses fall so "
+        f"fast that this is at most {BEHIND * ladder.check_steps:.1f} steps; what costs no digits is held "
+        "to the last kept state that does",
     )
     tenth = "10th step: from the start of the state's process to the end of its tenth step"
     if any(rung.beside and rung.tenth_step_s is not None for rung in ladder.rungs):
@@ -262,9 +266,15 @@ def _untried(ladder: Ladder) -> list[str]:
     """Those that time was too short for one by one, the others by reason."""
     late = [one for one in ladder.untried if one.why == NO_TIME]
     lines = []
-    if late:
+    budget_s = ladder.budget_s or 0.0
+    if late and ladder.spent_s < budget_s:
+        left_s = budget_s - ladder.spent_s
         lines.append(
-            f"not tried, since --budget {ladder.budget_s or 0:.0f} was over after {ladder.spent_s:.0f} s:"
+            f"not tried, since they take longer than the {left_s:.0f} s left of --budget {budget_s:.0f}:"
+        )
+    elif late:
+        lines.append(
+            f"not tried, since --budget {budget_s:.0f} was over after {ladder.spent_s:.0f} s:"
         )
     lines += [
         f"  {one.name} (up to x{one.predicted or 1.0:.2f}): {one.helps}; about --budget "

@@ -2,7 +2,9 @@
 
 Both start from the same weights and see the same samples. Some trainings are further from themselves than
 the bound when nothing but a rounding of the first weights differs; how far is measured where it matters
-(`wobble_of`), and the bound is widened by it. Used by `climb.py`; imports without torch.
+(`wobble_of`), and the bound is widened by it. And where losses fall fast, as those of a first minute do, a
+small share of a step is a large share of the loss: such curves are compared by steps (`steps_behind`). Used
+by `climb.py`; imports without torch.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from ridgeline.errors import RunError
 FIRST_LOSS = 4.0
 """The first loss is of the same weights and samples: it may be off by so many times the bound."""
 
-
 NUDGE = 2.0**-9
 """Share by which each of the first weights is moved, up or down by chance: as far as bf16 rounds them."""
 WOBBLES = 2.0
 """So many times what such a nudge moves a loss by may pass."""
 WIDEST = 4.0
 """And never more than so many times the bound: beyond, loss curves say nothing of each other."""
+BEHIND = 0.05
+"""Share of the compared steps by which a curve may be behind the baseline's or ahead of it."""
+SURE = 3.0
+"""Losses fall where their slope is so many times as large as its standard error."""
 
 
 def wobble_of(nudged: list[float], baseline: list[float]) -> float:
@@ -53,7 +58,36 @@ def widen(bound: float, wobble: float) -> float:
 def difference(losses: list[float], baseline: list[float]) -> float:
     """Of the means of the last quarters, relative."""
     mine, theirs = _end(losses, len(baseline)), _end(baseline, len(baseline))
+    if mine == theirs:
+        return 0.0
     return (mine - theirs) / abs(theirs) if theirs else math.copysign(math.inf, mine - theirs)
+
+
+def steps_behind(losses: list[float], baseline: list[float]) -> float:
+    """How many steps later a curve is where the baseline's is: what it is higher at the end, over what the
+    baseline falls in a step of its second half. Infinite where that does not fall beyond doubt.
+
+    >>> falling = [8.0 - 0.5 * step for step in range(12)]
+    >>> steps_behind([loss + 0.1 for loss in falling], falling)
+    0.2
+    >>> steps_behind([2.1] * 12, [2.0] * 12)
+    inf
+    """
+    half = baseline[len(baseline) // 2 :]
+    count = len(half)
+    if count < 4 or not all(map(math.isfinite, (*half, *losses))):
+        return math.inf
+    slope, start = statistics.linear_regression(range(count), half)
+    squares = sum((loss - start - slope * step) ** 2 for step, loss in enumerate(half))
+    error = math.sqrt(squares / (count - 2) / (count * (count * count - 1) / 12))
+    if not slope < -SURE * error:
+        return math.inf
+    later = (_end(losses, len(baseline)) - _end(baseline, len(baseline))) / -slope
+    return round(later, 6)
+
+
+def _is_alike(losses: list[float], baseline: list[float]) -> bool:
+    return abs(steps_behind(losses, baseline)) <= BEHIND * len(baseline)
 
 
 def _end(losses: list[float], num_steps: int) -> float:
@@ -72,13 +106,36 @@ def judge_losses(
     first = abs(losses[0] - baseline[0]) / max(abs(baseline[0]), 1e-12)
     if first > FIRST_LOSS * effort.loss_bound:
         return f"the first loss is {first:.2%} off, so it computes something else"
-    apart = difference(losses, baseline)
-    if abs(apart) > widen(effort.loss_bound, wobble):
+    apart, bound = difference(losses, baseline), effort.loss_bound
+    if abs(apart) <= WIDEST * bound and _is_alike(losses, baseline):
+        return ""
+    if abs(apart) > widen(bound, wobble):
         mine, theirs = _end(losses, len(baseline)), _end(baseline, len(baseline))
         return f"the loss is {apart:+.2%} off after {len(baseline)} steps ({mine:.4g} against {theirs:.4g})"
     return ""
 
 
+def judge_whole(losses: list[float], baseline: list[float], effort: Effort) -> str:
+    """What is wrong with a curve that is right beside another's: those may have come away from the
+    baseline's one after the other, and all of them together may not by more than one alone."""
+    apart = difference(losses, baseline)
+    if abs(apart) <= WIDEST * effort.loss_bound:
+        return ""
+    return f"with all that was kept the loss is {apart:+.2%} off after {len(baseline)} steps"
+
+
 def is_near(losses: list[float], baseline: list[float], effort: Effort) -> bool:
     """Whether a curve that is judged wrong would not be if the training wobbled enough."""
     return not judge_losses(losses, baseline, effort, math.inf)
+
+
+def tell_losses(
+    losses: list[float], baseline: list[float], effort: Effort, wobble: float, whose: str
+) -> str:
+    """Of a curve that is judged right: by how many steps it is off another's, where the bound alone would
+    not let it pass."""
+    if abs(difference(losses, baseline)) <= widen(effort.loss_bound, wobble):
+        return ""
+    later = steps_behind(losses, baseline)
+    where = "behind" if later > 0 else "ahead of"
+    return f"; its loss is {abs(later):.1f} steps {where} that of {whose or 'the baseline'}"

@@ -40,8 +40,9 @@ from ridgeline.machine.compute import device_name, measure_compute
 from ridgeline.machine.record import read_compute
 from ridgeline.machine.roofline import ComputeFacts
 from ridgeline.parallel.mesh import close_mesh
+from ridgeline.train.checks import count_parts
 from ridgeline.train.loop import train_loop
-from ridgeline.train.setup import Training, build_training, count_parts
+from ridgeline.train.setup import Training, build_training
 
 OP_OVERHEAD_S = 3e-6
 """What an op costs on a CPU before it computes, where nothing was measured."""

@@ -19,6 +19,10 @@ from ridgeline.doctor.ladder import Rung
 from ridgeline.doctor.states import Candidate, Effort
 from ridgeline.errors import RunError
 
+QUIET, QUIET_TURNS = 0.003, 3.0
+"""A gain on an idle device is at least so much, since two processes of one state may differ a little in all
+of their turns; and so many times as large as the turns' gains are apart."""
+
 
 class BeforeFailed(RunError):
     """The state that was there fails in its turn; the one that is tried has no part in it."""
@@ -52,12 +56,22 @@ class Race:
         turn = self.ratios.index(self.gain)
         return self.before_s[turn], self.after_s[turn]
 
-    def noise(self, least_gain: float) -> float:
+    def noise(self, least_gain: float, quiet: float = QUIET) -> float:
         """What the gain has to exceed. Only how far it falls counts: one that is sometimes larger is no
-        less sure."""
+        less sure. `least_gain` is for turns that are alike by chance; where they are as alike as those of
+        an idle device, `quiet` is enough.
+
+        >>> Race((1.0, 1.0005, 1.0), (0.99, 0.99, 0.99)).noise(0.01)
+        0.003
+        >>> Race((1.0, 1.01, 1.0), (0.99, 0.99, 0.99)).noise(0.01)
+        0.01
+        """
         ratios = self.ratios
-        low = statistics.quantiles(ratios, n=4)[0] if len(ratios) > 2 else min(ratios)
-        return max(self.gain - low, least_gain)
+        if len(ratios) < 3:
+            return max(self.gain - min(ratios), least_gain)
+        low = statistics.quantiles(ratios, n=4)[0]
+        apart = max(ratios) - min(ratios)
+        return max(self.gain - low, min(least_gain, max(quiet, QUIET_TURNS * apart)))
 
 
 def race(before: Runner, after: Runner, effort: Effort) -> Race:
@@ -112,6 +126,7 @@ def build_rung(
     why: str,
     loss_difference: float | None = None,
     raced: Race | None = None,
+    losses: Sequence[float] = (),
 ) -> Rung:
     """What was tried, with what the state's own process says of it, and its race where it had one."""
     before_s, step_s = raced.middle_s if raced is not None else (None, None)
@@ -134,4 +149,5 @@ def build_rung(
         before_s=before_s,
         data_share=statistics.median(state.waits) if state.waits else None,
         beside=state.beside,
+        losses=tuple(losses) if all(map(math.isfinite, losses)) else (),
     )

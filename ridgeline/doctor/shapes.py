@@ -21,7 +21,7 @@ from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.machine.compute import Shape, Work, _build, _enough, _mode, time_many
 from ridgeline.models.build import build_model
-from ridgeline.train.setup import count_parts
+from ridgeline.train.checks import count_parts
 from ridgeline.train.tasks import build_task
 
 MULTIPLES = {"fp8": 16, "bf16": 8, "fp16": 8, "tf32": 4, "fp32": 4, "fp64": 2}

@@ -31,6 +31,9 @@ from ridgeline.launch.topology import usable_cpus
 from ridgeline.layout import Layout
 from ridgeline.train.settings import FIELDS, LoaderSettings, Settings, write_settings
 
+WARM_AGAIN = 5
+"""Steps before the timed ones, at least, of a script that was started again."""
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -272,15 +275,16 @@ class ScriptCandidate(Candidate):
 
     def run(self, untimed: int, timed: int) -> float:
         answer = self._ask(untimed, timed)
-        if answer.get("ended") and self.turns:
-            # It has trained to its end: its losses were compared, so a fresh one can go on being timed.
+        effort = self._effort
+        if answer.get("ended") and len(self.losses) >= effort.check_steps:
+            # It has trained to its end: its losses are known, so a fresh one can go on being timed.
             self._end(30.0)
             self._process = self._start()
-            answer = self._ask(max(untimed, 5), timed)
+            answer = self._ask(max(untimed, WARM_AGAIN), timed)
         if answer.get("ended"):
+            needed = max(effort.check_steps, max(effort.warm_up, WARM_AGAIN) + effort.steps)
             raise _Failure(
-                f"{self._script} ended after {answer['ended']} steps of its optimizer, and "
-                f"{self._effort.check_steps + self._effort.warm_up + self._effort.steps} are "
+                f"{self._script} ended after {answer['ended']} steps of its optimizer, and {needed} are "
                 "needed; let it train longer",
                 usage=True,
             )

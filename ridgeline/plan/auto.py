@@ -21,7 +21,7 @@ from ridgeline.errors import UsageError
 from ridgeline.layout import AUTO, Layout, read_auto
 from ridgeline.plan.machine import Machine, load_machine
 from ridgeline.plan.measured import load_measured
-from ridgeline.plan.own_machine import PROFILES, profile_of
+from ridgeline.plan.own_machine import PROFILES, named_device, profile_of
 from ridgeline.plan.recipe import Trace, plan_recipe, predict_recipe
 from ridgeline.plan.search import Found, Planned
 from ridgeline.plan.show import TIME_PARTS
@@ -83,10 +83,10 @@ def choose_layout(
     try:
         machine, origin = find_machine(config, place)
         found = plan_recipe(config, machine, place.num_ranks, trace=trace)
-        best = _runnable(found, config)
+        best = runnable(found, config)
         if best is None and found.best:  # only weights in two stages of one rank: look further
             found = plan_recipe(config, machine, place.num_ranks, 1000, trace)
-            best = _runnable(found, config)
+            best = runnable(found, config)
     except UsageError as error:
         return _plain(config, place, str(error), lines)
     if best is None:
@@ -152,7 +152,7 @@ def _record(config: RunConfig, planned: Planned, place: Place, origin: str) -> d
     }
 
 
-def _runnable(found: Found, config: RunConfig) -> Planned | None:
+def runnable(found: Found, config: RunConfig) -> Planned | None:
     """The best that this release can also start: a weight in two stages of one rank cannot be."""
     tied = bool(config.model.args.get("tie_embeddings"))
     for planned in found.best:
@@ -228,13 +228,19 @@ def find_machine(config: RunConfig, place: Place) -> tuple[Machine, str]:
         machine = load_named(config.plan.machine, "plan.machine")
         return _with_nodes(machine, place.per_node), f"plan.machine={config.plan.machine}"
     if place.device_name is not None:
-        profile = profile_of(place.device_name)
-        if profile is None:
+        profile, near = profile_of(place.device_name), named_device(place.device_name)
+        if near is None:
             raise UsageError(
                 f"{place.device_name} has no profile (there are {', '.join(PROFILES)}); name one with "
                 "plan.machine, or a file of it"
             )
-        return _with_nodes(load_machine(profile), place.per_node), f"profile {profile}, by its name"
+        machine = _with_nodes(load_machine(near.profile), place.per_node)
+        if near.memory_bytes:
+            machine = machine.replace(**{"device.memory_bytes": near.memory_bytes})
+        if profile is None:
+            how = f"the nearest to {place.device_name}; plan.machine names another"
+            return machine, f"profile {near.profile}, {how}"
+        return machine, f"profile {profile}, by its name"
     if config.device == "cuda":
         raise UsageError(
             "device=cuda and this host has no GPU, so nobody knows which one to plan for; name the "

@@ -13,12 +13,22 @@ from typing import Final
 from ridgeline.plan.general import ModuleJob, recomputes
 from ridgeline.plan.general_time import parameters_of, sent_bytes, trainable_of
 from ridgeline.plan.kernels import element_bytes
-from ridgeline.plan.memory import StepMemory, in_flight
+from ridgeline.plan.memory import StepMemory, gradient_bytes, in_flight
 from ridgeline.plan.module import Block
 
 LOSS: Final = {"wide": 12.0, "cast": 16.0, "half": 16.0}
 """Bytes that the loss of split classes makes for each logit: float32 logits where they are not that
 already, those less their maximum, their exponentials and their shares, all there at the end."""
+
+
+def _computed(job: ModuleJob) -> str:
+    """What numbers weights are gathered in: of products in 8 bits, the 16 they are made of."""
+    return "bf16" if job.precision == "fp8" else job.precision
+
+
+def own_bytes(job: ModuleJob) -> float:
+    """Of a parameter as the module has it."""
+    return job.model.parameter_bytes / max(job.model.num_parameters, 1)
 
 
 def _kept(job: ModuleJob, block: Block) -> float:
@@ -46,26 +56,32 @@ def module_stage_memory(job: ModuleJob, rank: int) -> StepMemory:
     shards = job.sharers
     half, slots = job.mode == "half", 4.0 * job.model.optimizer_slots
     accumulates = job.microbatches > 1
-    own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
+    own = own_bytes(job)
     if job.zero == 3:
-        weights, gradients, each = own * count / shards, 0.0, 0.0
-        optimizer = slots * trained / shards
+        weights, optimizer = own * count / shards, slots * trained / shards
     elif half:
         weights, optimizer = 2.0 * count, (4.0 + slots) * trained / shards
-        gradients, each = (2.0 * trained if job.zero == 1 else 0.0), 0.0
     else:
         weights = own * count
         optimizer = slots * trained / (shards if job.zero else 1)
-        gradients, each = (own * trained, 0.0) if accumulates else (0.0, own)
+    each = gradient_bytes(job.zero, half, shards, own)
+    # ZeRO-2 widens its shard for the update, beside what it has.
+    at_update = (3.0 if job.zero == 2 and half else 1.0) * each * trained
+    gradients = 0.0
+    if accumulates or job.zero == 1:
+        gradients, each = each * trained, 0.0
     flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
     others = (flight / job.virtual - 1) * sum(n * _kept_each(job, block) for block, n in blocks)
     kept, working = _largest(job, blocks, each)
+    if at_update - gradients > kept + working + max(others, 0.0):
+        kept, working, others = 0.0, at_update - gradients, 0.0
     gathered = 0.0
     if job.zero == 3:
         # What is in no block stays gathered, and of blocks the one at work and the next.
         loose = sum(n * b.parameters_of(job.tp) for b, n in blocks if not b.recompute)
         most = max((b.parameters_of(job.tp) for b, _ in blocks if b.recompute), default=0.0)
-        gathered = 2.0 * loose + 6.0 * most
+        wide = element_bytes(_computed(job))
+        gathered = wide * (loose + 3.0 * most)
     received = 0.0
     if job.pp > 1:
         sent = sent_bytes(job, rank - 1 if rank else 0)
@@ -107,7 +123,11 @@ def _largest(job: ModuleJob, blocks: list[tuple[Block, int]], each: float) -> tu
         # The last of equal blocks has most before it, the first has most gradients behind it.
         per_block = _kept(job, block)
         gradient = each * block.parameters_of(job.tp)
-        back = _backward(job, block, each > 0)
+        back = _backward(job, block, each > 0 and job.zero == 0)
+        if job.zero == 2:
+            # Its gradients on their way, and the part of them that comes back.
+            wide = min(element_bytes(_computed(job)), own_bytes(job))
+            back = max(back, wide * block.parameters_of(job.tp) * (1 + 1 / job.sharers))
         moments = [
             (start + (n - 1) * per_block, back + later),
             (start, back + later + (n - 1) * gradient),

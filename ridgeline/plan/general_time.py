@@ -177,15 +177,14 @@ def _flops(model: ModuleFacts, samples: int) -> float:
 
 def _pipeline_s(job: ModuleJob, forward: list[list[float]], backward: list[list[float]]) -> float:
     if job.pp == 1:
-        return job.microbatches * (forward[0][0] + backward[0][0])
+        return job.microbatches * (sum(forward[0]) + sum(backward[0]))
     send = [send_s(job, rank) for rank in range(job.pp)]
-    blocking = not job.software.overlap_pp
+    blocking, count = not job.software.overlap_pp, job.microbatches
     if job.schedule == "zerobubble":
         # Half of backward is for weights, and can wait.
         halves = [[0.5 * s for s in row] for row in backward]
-        done = play("zerobubble", job.microbatches, forward, halves, send, halves, blocking)
+        done = play("zerobubble", count, forward, halves, send, halves, blocking, job.group)
         return done.seconds
-    count = job.microbatches
     return play(job.schedule, count, forward, backward, send, None, blocking, job.group).seconds
 
 
@@ -229,7 +228,7 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
     group = job.dp_group()
     if group.size == 1:
         return 0.0
-    machine, count = job.machine, trainable_of(job, rank)
+    machine, count, late = job.machine, trainable_of(job, rank), 0.0
     own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
     wire = (job.software.reduce_bytes if job.zero or job.mode == "half" else own) * count
     if job.zero == 3:
@@ -238,15 +237,16 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
         across = Group(job.dp // job.shard, 1)
         seconds = collective_s(machine, "all_reduce", wire / job.shard, across)
     elif job.zero:
-        seconds = collective_s(machine, "all_gather", 2.0 * count, group)
+        # New weights are waited for before the next step begins; nothing is left to hide that.
+        late, seconds = collective_s(machine, "all_gather", 2.0 * count, group), 0.0
         if not _reduces_each(job):
-            seconds += collective_s(machine, "reduce_scatter", wire, group)
+            seconds = collective_s(machine, "reduce_scatter", wire, group)
     else:
         seconds = collective_s(machine, "all_reduce", wire, group)
     if job.pp > 1 and rank in (0, job.pp - 1) and job.model.tied_parameters:
         tied = 2.0 * _tied(job, job.pp - 1)
         seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
-    return _exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds
+    return late + (_exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds)
 
 
 def _optimizer_s(job: ModuleJob, rank: int) -> float:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
 from typing import Any, Final
 
 from ridgeline.layout import Layout
@@ -51,8 +53,6 @@ class Choices:
     cp: tuple[int, ...]
     most_stages: int
     """Parts that a pipeline can be cut into."""
-    samples: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Of a microbatch."""
     spatial: tuple[tuple[int, int], ...] = ((1, 1),)
 
 
@@ -81,8 +81,10 @@ class Kind:
     """What was not known of the machine and had to be assumed, as sentences."""
 
 
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*low, *(number // n for n in low)}))
 
 
 def _transformer_choices(model: Transformer, machine: Machine) -> Choices:
@@ -104,7 +106,6 @@ def _module_choices(model: ModuleFacts, machine: Machine) -> Choices:
         tp=tuple(t for t in inside if model.splits % t == 0),
         cp=(1,),
         most_stages=model.most_stages,
-        samples=tuple(2**power for power in range(11)),
         spatial=tuple(tiles),
     )
 
@@ -117,11 +118,12 @@ def _least_bytes(job: Job) -> float:
     """Weights and optimizer state as sharded."""
     count = parameters_of(job, job.pp // 2)
     shards = job.sharers
+    state = 4.0 + 4.0 * job.model.optimizer_slots
     if job.zero == 3:
-        return 12.0 * count / shards
+        return state * count / shards
     if job.zero:
-        return 2.0 * count + 12.0 * count / shards
-    return 12.0 * count
+        return 2.0 * count + state * count / shards
+    return state * count
 
 
 KINDS: Final[dict[type, Kind]] = {

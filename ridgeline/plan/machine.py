@@ -18,6 +18,7 @@ from typing import Any, Final
 import yaml
 
 from ridgeline.errors import UsageError, unknown_word
+from ridgeline.plan.profile import read_fields, read_number, read_rates
 from ridgeline.plan.tables import Table
 
 MACHINES: Final = Path(__file__).parent / "machines"
@@ -146,28 +147,60 @@ def load_machine(name: str) -> Machine:
     if not path.is_file():
         path = Path(name)
         if not path.is_file():
-            raise unknown_word("machine", name, machine_names(), "--machine")
+            raise _unknown(name)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return machine_from_dict(values)
-    except (TypeError, KeyError, ValueError, yaml.YAMLError) as error:
+        return machine_from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot read {path} as a machine's profile: {error}") from error
+    except UsageError as error:
         raise UsageError(
-            f"{path} is no machine profile ({error}); compare it with {MACHINES / 'selene.yaml'}"
+            f"{path} is no machine profile: {error}; {MACHINES / 'selene.yaml'} is one"
         ) from error
 
 
-def machine_from_dict(values: Mapping[str, Any]) -> Machine:
-    values = dict(values)
-    programs = dict(values.pop("programs", {}))
-    device = dict(values.pop("device"))
-    device["peak_flops"] = {key: float(value) for key, value in device["peak_flops"].items()}
-    return Machine(
-        device=Device(**{k: _number(v) for k, v in device.items()}),
-        intra=Link(**{k: float(v) for k, v in dict(values.pop("intra")).items()}),
-        inter=Link(**{k: float(v) for k, v in dict(values.pop("inter")).items()}),
-        programs={k: {n: float(v) for n, v in dict(p).items()} for k, p in programs.items()},
-        **{k: _number(v) for k, v in values.items()},
-    )
+def _unknown(name: str) -> UsageError:
+    """A name that no profile has: often it is that of a device."""
+    if "/" in name or Path(name).suffix:
+        return UsageError(f"there is no file {name}, given as --machine")
+    word = name.lower().replace(" ", "-")
+    found = [one for one in machine_names() if word in load_machine(one).device.name.lower()]
+    if found:
+        return UsageError(
+            f"{name!r} in --machine is a device; machines with it: {', '.join(found)}; "
+            "`ridgeline plan machines` lists all"
+        )
+    return unknown_word("machine", name, machine_names(), "--machine")
+
+
+def machine_from_dict(values: Any) -> Machine:
+    """A profile's fields, each checked; a UsageError names the one that cannot be."""
+    found = read_fields(Machine, values, "")
+    device = read_fields(Device, found["device"], "device")
+    device["peak_flops"] = read_rates("device.peak_flops", device["peak_flops"])
+    found["device"] = Device(**device)
+    for name in ("intra", "inter"):
+        found[name] = Link(**read_fields(Link, found[name], name))
+    programs = found.get("programs", {})
+    if not isinstance(programs, Mapping):
+        raise UsageError(f"programs is {programs!r}; give a program's factors by its name")
+    found["programs"] = {}
+    for name, factors in programs.items():
+        if not isinstance(factors, Mapping):
+            raise UsageError(f"programs.{name} is {factors!r}; give its factors by their names")
+        values = {n: read_number(f"programs.{name}.{n}", v) for n, v in factors.items()}
+        found["programs"][name] = values
+    return Machine(**found)
+
+
+def require_precision(machine: Machine, precision: str, place: str) -> None:
+    """A device without hardware for it computes otherwise, or not at all."""
+    rates = machine.device.peak_flops
+    if not rates.get(precision):
+        have = [name for name, rate in rates.items() if rate]
+        raise UsageError(
+            f"{machine.device.name} of {machine.name} has no {precision}, asked for in {place}; "
+            f"it has {', '.join(have)}"
+        )
 
 
 def machine_to_yaml(machine: Machine, comment: str) -> str:
@@ -175,13 +208,3 @@ def machine_to_yaml(machine: Machine, comment: str) -> str:
     values = dataclasses.asdict(machine)
     del values["tables"]
     return f"# {comment}\n" + yaml.safe_dump(values, sort_keys=False, width=108)
-
-
-def _number(value: Any) -> Any:
-    """YAML reads 1e9 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value

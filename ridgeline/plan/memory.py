@@ -134,33 +134,49 @@ def in_flight(
     return played.in_flight
 
 
+def gradient_bytes(zero: int, half: bool, shards: int, own: float = 4.0) -> float:
+    """Of a parameter, that backward leaves behind in this library: `own` bytes has the parameter itself.
+
+    Shards of ZeRO-3 are as wide as the parameter; with ZeRO-1 and 2 weights and gradients have 16 bits
+    where they are computed with in 16 bits.
+    """
+    wide = 2.0 if half and zero < 3 else own
+    return wide / shards if zero >= 2 else wide
+
+
 def _own_memory(job: Job, rank: int) -> StepMemory:
-    """What this library holds: the largest of four moments, the loss (where autocast still has its casts
-    of all weights) and its backward, the first layer that goes back, with all activations still there, or
-    the end of backward, where all gradients are there."""
+    """What this library holds: the largest of five moments, the loss (where autocast still has its casts
+    of all weights) and its backward, the first layer that goes back, with all activations still there,
+    the end of backward, where all gradients are there, or the update, where ZeRO-2 widens its own."""
     model, part = job.model, job.part
     count, shards = float(parameters_of(job, rank)), job.sharers
     half = is_half(job.zero, job.precision)
-    casts = element_bytes(job.precision) == 2 and not half
+    casts = job.precision in ("bf16", "fp16", "fp8") and not half
+    wide = 2.0 if half or casts else 4.0
     layers = sum(job.layers_of(rank))
     head = model.head_parameters(job.tp) if rank == job.pp - 1 else 0
     products = float(layers * model.layer_matrices(job.tp) + head)
     accumulates = job.microbatches > 1
+    state = 4.0 * model.optimizer_slots * count
     if job.zero == 3:
-        weights, gradients = 4.0 * count / shards, 0.0
-        optimizer = 8.0 * count / shards
+        weights, optimizer = 4.0 * count / shards, state / shards
     elif half:
-        weights, optimizer = 2.0 * count, 12.0 * count / shards
-        gradients = 2.0 * count if job.zero == 1 else 0.0
+        weights, optimizer = 2.0 * count, (4.0 * count + state) / shards
     else:
-        weights, optimizer = 4.0 * count, 8.0 * count / (shards if job.zero else 1)
-        gradients = 4.0 * count if accumulates else 0.0
+        weights, optimizer = 4.0 * count, state / (shards if job.zero else 1)
+    # What backward leaves behind, which is held through the step where it adds up or has its own place.
+    left = gradient_bytes(job.zero, half, shards) * count
+    buffered = accumulates or job.zero == 1
+    at_update = left
     if job.offload in ("optimizer", "params"):
         optimizer = 0.0
-        if job.offload == "params":
-            weights = 0.0
-        elif not half:
-            gradients = 4.0 * count
+        if job.offload == "params":  # gradients of shards go to the host as they come
+            weights = left = at_update = 0.0
+        elif job.zero < 2:
+            buffered = True
+    elif job.zero == 2 and half:
+        at_update = 3.0 * left  # in 16 bits and, for a moment beside it, in 32
+    gradients = left if buffered else 0.0
     everything, selective, full = own_activations(model, part, half)
     kept = {"none": everything, "selective": selective, "full": full}[job.recompute]
     flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
@@ -179,7 +195,7 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
         saved = cached
     if job.zero == 3:
         # The root's own weights stay gathered: embedding and head.
-        saved = 2.0 * (model.embedding_parameters(job.tp) * (rank == 0) + head)
+        saved = wide * (model.embedding_parameters(job.tp) * (rank == 0) + head)
         if model.tied and job.pp == 1:
             saved /= 2.0
     received = 0.0
@@ -189,14 +205,19 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
         received = 4.0 * n * job.microbatches
         activations += 4.0 * n * flight
     again = everything if job.recompute != "none" else 0.0
-    buffered = accumulates or job.offload == "optimizer"
-    last_gradients = 0.0 if half or buffered else 4.0 * count
-    layer = 2.0 * model.layer_matrices(job.tp)
+    last = left - gradients
+    # ZeRO-2 makes the place for its shard when the first bucket is there.
+    early = last if job.zero == 2 else 0.0
+    moving = 3 * wide * model.layer_matrices(job.tp)
+    if job.zero == 2 and rank == 0:
+        # The embedding's gradient on its way, and the part of it that comes back.
+        moving = max(moving, wide * model.embedding_parameters(job.tp) * (1 + 1 / shards))
     moments = (
         (activations, loss + end, cached),
         (activations, loss_back + end, saved),
-        (activations, 0.0, in_graph + again + everything / 2),
-        (kept, 0.0, last_gradients + again + everything / 2 + 3 * layer),
+        (activations, 0.0, in_graph + early + again + everything / 2),
+        (kept, 0.0, last + again + everything / 2 + moving),
+        (0.0, 0.0, at_update - gradients),
     )
     kept_then, logits, working = max(moments, key=sum)
     temporary = kept_then + logits + working

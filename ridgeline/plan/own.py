@@ -39,7 +39,12 @@ SELECTIVE_KERNELS: Final = 5.5
 
 def is_half(zero: int, precision: str) -> bool:
     """Whether weights and the residual stream are in 16 bits."""
-    return zero >= 1 and precision in ("bf16", "fp16")
+    return zero >= 1 and precision in ("bf16", "fp16", "fp8")
+
+
+def _around(precision: str) -> str:
+    """Of all that is no product of a block's linear layer: fp8 is for those alone."""
+    return "bf16" if precision == "fp8" else precision
 
 
 @lru_cache(maxsize=4096)
@@ -48,11 +53,12 @@ def own_layer(
 ) -> LayerCost:
     """Forward and backward of one layer on one rank; `sharded`: its weights are gathered first."""
     device, t, precision = machine.device, part.tp, part.precision
+    around = _around(precision)
     tokens = part.samples * model.seq // part.cp
     n = float(tokens) * model.hidden
     here = n / (t if part.sp else 1)
     """Elements of the residual stream on this rank."""
-    low = element_bytes(precision)
+    low = element_bytes(around)
     wide = low if half or low == 4 else 4.0
     casts = 0.0 if wide == low else 1.0
     q, kv = model.query_width / t, model.kv_width / t
@@ -85,13 +91,17 @@ def own_layer(
     back += low * f * (9 if model.gated else 3)
     back += casts * UPCAST * (4 + low) * weights
 
+    if precision == "fp8":
+        # Every product's inputs are read in 16 bits and written in 8, for backward transposed as well.
+        forward_moved += 4.0 * (tokens * float(sum(b for _, b in products)) + weights)
+        back += 4.0 * tokens * float(sum(a for a, _ in products))
     if sharded:
         # Gathered pieces are copied into weights, twice; gradients into pieces of float32.
         forward_moved += 4 * weights
         back += (4 + 6 * UPCAST) * weights
 
     args = (device, part.samples, max(model.heads // t, 1), model.seq // part.cp, model.seq)
-    kind = precision if precision in ("bf16", "fp16") else "fp32"
+    kind = around if around in ("bf16", "fp16") else "fp32"
     attention = (*args, model.head_width, model.causal, kind)
     comm, comm_back = 0.0, 0.0
     if t > 1:
@@ -139,7 +149,7 @@ def own_ends(
     machine: Machine, model: Transformer, part: Slice, half: bool, tp_group: Group
 ) -> EndCost:
     """Embedding, output projection and loss."""
-    device, t, precision = machine.device, part.tp, part.precision
+    device, t, precision = machine.device, part.tp, _around(part.precision)
     tokens = part.samples * model.seq // part.cp
     n, low = float(tokens) * model.hidden, element_bytes(precision)
     wide = low if half or low == 4 else 4.0
@@ -164,7 +174,7 @@ def own_ends(
 def own_activations(model: Transformer, part: Slice, half: bool) -> tuple[float, float, float]:
     """Bytes that one layer keeps for one microbatch with no recompute, with selective, with full."""
     tokens = part.samples * model.seq / part.cp
-    n, low, t = tokens * model.hidden, element_bytes(part.precision), part.tp
+    n, low, t = tokens * model.hidden, element_bytes(_around(part.precision)), part.tp
     wide = low if half or low == 4 else 4.0
     here = n / (t if part.sp else 1)
     q, kv, f = model.query_width / t, model.kv_width / t, model.ffn / t
@@ -181,7 +191,7 @@ def own_activations(model: Transformer, part: Slice, half: bool) -> tuple[float,
 def own_logits(model: Transformer, part: Slice, zero: int) -> tuple[float, float]:
     """Bytes at the loss, forward and backward, at their peaks."""
     elements = part.samples * model.seq / part.cp * -(-model.vocab // part.tp)
-    low = element_bytes(part.precision)
+    low = element_bytes(_around(part.precision))
     if part.tp > 1:
         # The loss of split classes makes float32 logits where they are not that already, those less their
         # maximum, their exponentials and their shares, and holds them all when the last is written.

@@ -17,13 +17,40 @@ from ridgeline.plan.machine import Device, Link, Machine, load_machine
 from ridgeline.plan.tables import PAIR, PAIRS, Table
 
 PROFILES: Final = {
-    "H200": "h200",
-    "H100": "h100",
-    "A100": "selene",
+    "H200-SXM-141GB": "h200",
+    "H100-SXM5-80GB": "h100",
+    "A100-SXM4-80GB": "selene",
+    "A100-SXM4-40GB": "a100-40g",
     "GB200": "gb200",
-    "V100": "summit",
+    "GB300": "gb300",
+    "V100-SXM2-16GB": "summit",
 }
-"""Shipped profiles by what the device's own name contains."""
+"""Shipped profiles by their devices."""
+_ALIKE: Final = ("b200", "h800", "a800")
+"""Devices whose rates are another one's, with other links or memory."""
+_SEVERAL_SIZES: Final = ("a100", "a800", "v100")
+"""Devices that are sold with more than one size of memory."""
+_DEVICES: Final = {
+    "gb300": "gb300", "gb200": "gb200", "b200": "gb200", "h200": "h200", "h100": "h100", "h800": "h100",
+    "a100": "selene", "a800": "selene", "v100": "summit",
+}  # fmt: skip
+"""The word for a device in names, and the profile of its usual form."""
+_DEVICE: Final = re.compile(
+    rf"(?<![a-z0-9])(?:\d+x)?({'|'.join(_DEVICES)})(?=[^a-z0-9]|$|sxm|pcie|nvl)"
+)
+_MEMORY: Final = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)[\s-]*(?:gib|gb|g)(?![a-z0-9]|\s*/\s*s)")
+_BARE_MEMORY: Final = re.compile(rf"(?:{'|'.join(_DEVICES)}|sxm\d?)[\s_-](\d{{2,3}})$")
+_PLAIN: Final = frozenset((
+    "nvidia", "tesla", "dgx", "hgx", "gpu", "gpus", "tensor", "core", "superchip", "grace", "hopper",
+    "ampere", "volta", "blackwell", "nvlink", "nvswitch", "nvl72", "nvl36", "sxm", "sxm2", "sxm3", "sxm4",
+    "sxm5", "sxm6", "hbm", "hbm2", "hbm2e", "hbm3", "hbm3e", "gb", "gib", "g", "x",
+))  # fmt: skip
+"""Words of a name that say nothing which the profile does not."""
+_OTHER_FORMS: Final = frozenset(("pcie", "pci", "nvl"))
+_PARTS: Final = frozenset(("mig", "laptop", "vgpu"))
+"""Words of devices that are less than the one they are named after."""
+_GIVEN: Final = 0.99 * 2**30
+"""Bytes that the driver gives of each "GB" in a device's name."""
 LIKE: Final = {"cpu": "cpu-node", "cuda": "h100"}
 """Where values come from that were not measured of a device without a profile."""
 KEYS: Final = ("compute", "network", "storage")
@@ -41,11 +68,73 @@ def is_machine_file(content: Any) -> bool:
     return any(isinstance(content.get(key), list) and content[key] for key in KEYS[:2])
 
 
+@dataclasses.dataclass(frozen=True)
+class NamedDevice:
+    """What a device's name says of it."""
+
+    device: str
+    """The word for it."""
+    profile: str
+    memory_bytes: float
+    """As stated where the profile has another size; else 0."""
+    is_other: bool
+    """Whether the profile is of a device that is only like it."""
+    is_vague: bool
+    """Whether there are several of that name, with unequal memory."""
+
+
+def named_device(name: str, place: str = "") -> NamedDevice | None:
+    """The profile that is nearest to a device by its name, word by word; None where none is near, or the
+    name is of several. `place`: what else is said of where it stands.
+
+    >>> named_device("NVIDIA A100-SXM4-40GB").profile
+    'a100-40g'
+    >>> named_device("NVIDIA RTX A1000")
+    """
+    text = name.lower().strip()
+    found = set(_DEVICE.findall(text))
+    found -= {word.removeprefix("g") for word in found if word.startswith("gb")}
+    words = re.findall(r"[a-z][a-z0-9]*", _DEVICE.sub(" ", text))
+    if len(found) != 1 or not _PARTS.isdisjoint(words):
+        return None
+    (device,) = found
+    stated = _MEMORY.findall(text) or _BARE_MEMORY.findall(text)
+    size = float(stated[0]) if stated else 0.0
+    if stated and not 4 <= size <= 1000:
+        return None
+    profile = _DEVICES[device]
+    if profile == "selene" and round(size) == 40:
+        profile = "a100-40g"
+    elif device == "a100" and "jean zay" in f"{text} {place.lower()}":
+        profile = "jean-zay"
+    elif device == "h100" and "500w" in f"{text} {place.lower()}":
+        profile = "h100-96g-500w"
+    has = load_machine(profile).device.memory_bytes
+    same_size = not size or abs(has / (size * _GIVEN) - 1.0) < 0.03
+    # What is in brackets, or after a comma, is about the machine.
+    head = re.split(r"[(,;]|\b(?:with|on|in)\b", _MEMORY.sub(" ", _DEVICE.sub(" ", text)))[0]
+    strange = set(re.findall(r"[a-z][a-z0-9]*", head)) - _PLAIN
+    other = bool(strange) or not _OTHER_FORMS.isdisjoint(words) or device == "b200" or not same_size
+    vague = not size and device in _SEVERAL_SIZES
+    memory = 0.0 if same_size else size * _GIVEN
+    return NamedDevice(device, profile, memory, other or len(stated) > 1, vague)
+
+
+def mentioned_device(text: str) -> NamedDevice | None:
+    """The device that a longer text is about; None where it mentions none, or several."""
+    found = list(_DEVICE.finditer(text.lower()))
+    if len({match[1] for match in found}) != 1:
+        return None
+    # Its memory stands right behind it, if at all.
+    return named_device(text[found[0].start() : found[0].end() + 12])
+
+
 def profile_of(device_name: str) -> str | None:
-    """The shipped profile of a device by its own name; None where there is none."""
-    return next(
-        (PROFILES[name] for name in PROFILES if re.search(rf"\b{name}\b", device_name)), None
-    )
+    """The shipped profile of a device by its own name; None where there is none of just that device."""
+    named = named_device(device_name)
+    if named is None or named.is_other or named.device in _ALIKE:
+        return None
+    return named.profile
 
 
 def machine_from_file(content: Mapping[str, Any], fit: Fit) -> Machine:
@@ -61,7 +150,10 @@ def machine_from_file(content: Mapping[str, Any], fit: Fit) -> Machine:
             f"its links, since the network was measured between {rows[-1]['device_kind']}s"
         )
     profile = profile_of(name)
-    base = load_machine(profile or LIKE.get(kind, "h100"))
+    near = named_device(name) if kind == "cuda" else None
+    base = load_machine(profile or (near.profile if near else LIKE.get(kind, "h100")))
+    if near is not None and near.memory_bytes:
+        base = base.replace(**{"device.memory_bytes": near.memory_bytes})
     per_node = max((max(row["ranks_per_node"]) for row in used), default=None)
     if per_node is None:
         per_node = 1 if kind == "cpu" else base.devices_per_node
@@ -213,8 +305,8 @@ def not_falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, flo
     """A larger message does not take less time; where it seems to, that is noise, and neighbours get the
     mean of their logarithms.
 
-    >>> not_falling([(1, 1.0), (2, 4.0), (4, 1.0), (8, 8.0)])
-    ((1, 1.0), (2, 2.0), (4, 2.0), (8, 8.0))
+    >>> [round(seconds, 6) for _, seconds in not_falling([(1, 1.0), (2, 4.0), (4, 1.0), (8, 8.0)])]
+    [1.0, 2.0, 2.0, 8.0]
     """
     pools: list[list[float]] = []  # the sum of logarithms, and of how many
     for _, seconds in points:

@@ -8,10 +8,11 @@ needs torch and is given by the caller. One that cannot be expressed is a `Usage
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ridgeline.config import RunConfig
 from ridgeline.errors import UsageError
-from ridgeline.layout import Layout, read_auto
+from ridgeline.layout import Layout, check_available, read_auto
 from ridgeline.plan.kinds import Model, kind_of
 from ridgeline.plan.known import model_of_recipe
 from ridgeline.plan.machine import Machine
@@ -20,16 +21,25 @@ from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.predict import predict
 from ridgeline.plan.search import Found, Planned, search
 from ridgeline.plan.software import own_program
+from ridgeline.plan.transformer import Transformer
 
 Trace = Callable[[RunConfig], ModuleFacts]
 
 
-def recipe_model(config: RunConfig, trace: Trace | None = None) -> Model:
-    """What the planner knows of a recipe's model."""
+def optimizer_slots(config: RunConfig) -> int:
+    """Tensors of optimizer state a parameter."""
+    if config.optim.name == "sgd":
+        return 1 if config.optim.momentum > 0 else 0
+    return 2
+
+
+def recipe_model(config: RunConfig, trace: Trace | None = None, seq: int | None = None) -> Model:
+    """What the planner knows of a recipe's model; `seq`: in place of its own length."""
     if config.model.name == "llama":
         args = config.data.args
-        length = args.get("seq_len") or (args.get("shape") or [None])[0]
-        return model_of_recipe(config.model.name, config.model.args, length)
+        length = seq or args.get("seq_len") or (args.get("shape") or [None])[0]
+        sizes = model_of_recipe(config.model.name, config.model.args, length)
+        return replace(sizes, optimizer_slots=optimizer_slots(config))
     if trace is None:
         raise UsageError(f"model {config.model.name} has to be traced, which needs torch")
     return trace(config)
@@ -48,22 +58,43 @@ def plan_recipe(
     return search(model, machine, num_devices, config.train.batch, said.precision, top)
 
 
+def require_known(model: Model, machine: Machine, layout: Layout) -> None:
+    """Refuse what the planner could only price as if it were not there."""
+    text = str(layout)
+    choices = kind_of(model).choices(model, machine)
+    if layout.pp * layout.virtual > choices.most_stages:
+        raise UsageError(
+            f"{layout.pp * layout.virtual} stages of {text!r} are more than the {choices.most_stages} "
+            f"layers of {model.name}; use pp={choices.most_stages} or less"
+        )
+    for name, left in (
+        ("spatial", layout.spatial != (1, 1) and choices.spatial == ((1, 1),)),
+        ("ep", layout.ep > 1),
+        ("sync=async", layout.sync == "async"),
+    ):
+        if left:
+            raise UsageError(f"the planner has no model of {name} in {text!r}; leave it out")
+    # What a module of one's own can be split into, its own job says, with the reason.
+    if isinstance(model, Transformer) and model.heads % layout.tp:
+        raise UsageError(
+            f"tp={layout.tp} of {text!r} does not divide the {model.heads} heads of {model.name}; use a "
+            "divisor of it"
+        )
+    if isinstance(model, Transformer) and model.seq % layout.cp:
+        raise UsageError(
+            f"cp={layout.cp} of {text!r} does not divide a sequence of {model.seq} tokens; use another"
+        )
+    for finding in check_available(layout):
+        raise UsageError(str(finding))
+
+
 def predict_recipe(
     config: RunConfig, machine: Machine, layout: Layout, trace: Trace | None = None
 ) -> Planned:
     """What a recipe takes in one layout; `dp` is the one of the whole job."""
     model = recipe_model(config, trace)
+    require_known(model, machine, layout)
     kind = kind_of(model)
-    most = kind.choices(model, machine).most_stages
-    if layout.pp * layout.virtual > most:
-        raise UsageError(
-            f"{layout.pp * layout.virtual} stages of {str(layout)!r} are more than the {most} "
-            f"layers of {model.name}; use pp={most} or less"
-        )
-    known = kind.choices(model, machine).spatial != ((1, 1),)
-    for name, left in (("spatial", layout.spatial != (1, 1) and not known), ("ep", layout.ep > 1)):
-        if left:
-            raise UsageError(f"the planner has no model of {name} in {str(layout)!r}; leave it out")
     job = kind.arrange(model, machine, layout, config.train.batch, own_program(machine))
     predicted = predict(job)
     return Planned(layout, job, predicted.time, predicted.memory)

@@ -18,6 +18,7 @@ from typing import Any, Final
 from ridgeline.errors import UsageError
 from ridgeline.plan.job import Job
 from ridgeline.plan.machine import Machine, load_machine
+from ridgeline.plan.own_machine import mentioned_device, named_device
 from ridgeline.plan.software import (
     DEEPSPEED_ZERO3,
     FSDP,
@@ -31,7 +32,26 @@ from ridgeline.plan.software import (
     Software,
 )
 from ridgeline.plan.transformer import Transformer
-from ridgeline.plan.words import architecture, guess_software, precision, renamed
+from ridgeline.plan.words import (
+    Unreadable,
+    architecture,
+    flag,
+    guess_software,
+    number,
+    precision,
+    quantity,
+    recomputed,
+    renamed,
+    schedule_name,
+    shown,
+    whole,
+    zero_stage,
+)
+
+__all__ = [
+    "Measured", "ReadRow", "Row", "Unreadable", "load_rows", "name_of", "played_operations",
+    "read_row", "require_measured", "set_of",
+]  # fmt: skip
 
 Row = Mapping[str, Any]
 
@@ -41,8 +61,8 @@ GPT2_VOCAB: Final = 50257
 """What Megatron's tests use where no vocabulary is stated."""
 
 
-class Unreadable(Exception):
-    """Why a row cannot be expressed."""
+MOST_OPERATIONS: Final = 5_000_000
+"""Of a schedule that is played out: about three seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,8 @@ class Measured:
     memory_rank: str
     """`last` for the last stage, `max` for the one that needs most."""
     out_of_memory: bool
+    ignored: str = ""
+    """Figures that are no positive numbers, and do not count; empty where there are none."""
 
 
 @dataclass(frozen=True)
@@ -73,35 +95,64 @@ class ReadRow:
     """What the row does not say and was guessed; empty where nothing was."""
 
 
-def load_rows(path: Path) -> list[Row]:
+def load_rows(path: Path, option: str = "--rows") -> list[Row]:
+    """The rows of a file that was given with `option`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"cannot read {path} of --rows ({error.strerror}); name a file of rows"
+            f"cannot read {path} of {option} ({error.strerror}); name a file of rows"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise UsageError(
-            f"{path} of --rows is no JSON ({error}); it should hold a list of rows"
+            f"{path} of {option} is no JSON ({why}); it should hold a list of rows"
         ) from error
     rows = content.get("rows") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(
-            f"{path} of --rows holds no list of rows; give {{'rows': [...]}} or a list"
+            f"{path} of {option} holds no list of rows; give {{'rows': [...]}} or a list"
         )
     return rows
+
+
+def name_of(row: Row, index: int) -> str:
+    """Its id, or its place in the file."""
+    return f"row-{index}" if row.get("id") is None else _line(row["id"])
+
+
+def set_of(row: Row) -> str:
+    return "" if row.get("set") is None else _line(row["set"])
+
+
+def _line(value: Any) -> str:
+    """For one line of a table, which any terminal can show."""
+    if not isinstance(value, str):
+        return shown(value)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+
+
+def require_measured(row: Row) -> None:
+    """Raises `Unreadable` for rows of another kind."""
+    kind = row.get("kind")
+    if kind is not None and str(kind).strip().lower() != "measured":
+        raise Unreadable(f"the row is {_line(kind)}, not measured")
 
 
 def read_row(row: Row, index: int = 0) -> ReadRow:
     """The row as a job; raises `Unreadable` with the reason where it is none that we can express."""
     try:
+        name, group = name_of(row, index), set_of(row)
         row = renamed(row)
         job, guessed = _read_job(row)
-        _require_positive(job)
-        name, group = str(row.get("id", f"row-{index}")), str(row.get("set", ""))
+        _require_possible(row, job)
         return ReadRow(name, group, job, read_measured(row), guessed)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise Unreadable(f"a field is missing or is no number ({error})") from error
+        raise Unreadable(
+            f"a field is missing or is no number ({shown(str(error))[1:-1]})"
+        ) from error
+    except RecursionError as error:
+        raise Unreadable("a field is nested too deeply") from error
 
 
 def _read_job(row: Row) -> tuple[Job, str]:
@@ -109,20 +160,23 @@ def _read_job(row: Row) -> tuple[Job, str]:
     layout = row["layout"]
     model = read_model(row)
     software, guessed = read_software(row)
-    machine = read_machine(row)
-    tp, pp = int(layout.get("tp") or 1), int(layout.get("pp") or 1)
-    cp, ep = int(layout.get("cp") or 1), int(layout.get("ep") or 1)
+    machine, likened = read_machine(row)
+    tp, pp, cp, ep, virtual = (whole(layout, name) or 1 for name in ("tp", "pp", "cp", "ep", "vp"))
+    for name, size in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("vp", virtual)):
+        if size < 0:
+            raise Unreadable(f"{name} is {size}")
     if ep > 1 and not model.experts:
         raise Unreadable(f"ep={ep} shares experts, and the row states none")
     devices = _devices(row)
     if devices % (tp * pp * cp):
         raise Unreadable(f"{devices} devices do not divide into tp={tp}, pp={pp}, cp={cp}")
     dp = devices // (tp * pp * cp)
-    stated = layout.get("dp")
-    if stated and int(stated) != dp and int(stated) * tp * pp * cp != devices:
+    stated = whole(layout, "dp")
+    if stated and stated != dp:
         raise Unreadable(f"dp={stated} does not fit {devices} devices")
     samples, microbatches = _batches(row, dp)
-    virtual = int(layout.get("vp") or 1)
+    if virtual > 1 and pp == 1:
+        raise Unreadable(f"vp={virtual} is of stages, and there is one")
     # The embedding and the loss may have a place of their own.
     if model.layers + 2 < pp * virtual:
         raise Unreadable(f"{model.layers} layers do not fill {pp * virtual} stages")
@@ -133,6 +187,8 @@ def _read_job(row: Row) -> tuple[Job, str]:
         raise Unreadable("reinforcement learning with generation is not a training step")
     if args.get("--cuda-graph-impl") or args.get("--fine-grained-activation-offloading"):
         raise Unreadable("captured graphs and offloaded activations are not modelled")
+    if flag(layout, "act_offload"):
+        raise Unreadable("offloaded activations are not modelled")
     if args.get("--mtp-num-layers"):
         raise Unreadable("multi-token prediction is not modelled")
     job = Job(
@@ -145,54 +201,112 @@ def _read_job(row: Row) -> tuple[Job, str]:
         pp=pp,
         virtual=virtual,
         zero=_zero(row),
-        sp=bool(layout.get("sp")) and tp > 1,
-        schedule=_schedule(str(layout.get("schedule") or "1f1b"), virtual),
+        sp=flag(layout, "sp") and tp > 1,
+        schedule=schedule_name(layout.get("schedule"), virtual, pp),
         samples=samples,
         microbatches=microbatches,
-        recompute=_recompute(layout.get("recompute")),
+        recompute=recomputed(layout.get("recompute")),
         precision=_precision(str(layout.get("precision") or "bf16")),
-        group=int(args.get("--microbatch-group-size-per-virtual-pipeline-stage") or 0),
+        group=whole(args, "--microbatch-group-size-per-virtual-pipeline-stage"),
         ep=ep,
-        expert_tp=int(args.get("--expert-tensor-parallel-size") or 0),
-        vocab_multiple=int(args.get("--make-vocab-size-divisible-by") or 128)
+        expert_tp=whole(args, "--expert-tensor-parallel-size"),
+        vocab_multiple=(whole(args, "--make-vocab-size-divisible-by") or 128)
         if "mega" in software.name
         else 1,
     )
-    return job, guessed
+    return job, "; ".join(filter(None, (guessed, likened)))
 
 
-def _require_positive(job: Job) -> None:
+def _require_possible(row: Row, job: Job) -> None:
     """Numbers that nothing can be divided by, or into, are said to be wrong by name."""
     model, machine = job.model, job.machine
     numbers = {
-        "dp": job.dp, "tp": job.tp, "cp": job.cp, "pp": job.pp, "vp": job.virtual,
-        "microbatch": job.samples, "num_microbatches": job.microbatches, "layers": model.layers,
-        "hidden": model.hidden, "heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn,
-        "seq": model.seq, "vocab": model.vocab, "gpus_per_node": machine.devices_per_node,
+        "dp": job.dp, "microbatch": job.samples, "num_microbatches": job.microbatches,
+        "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.kv_heads,
+        "kv-channels": model.head_width, "ffn": model.ffn, "seq": model.seq, "vocab": model.vocab,
+        "top_k": model.top_k, "gpus_per_node": machine.devices_per_node,
+        "vocabulary's multiple": job.vocab_multiple,
         "bandwidth": min(machine.inter.bandwidth, machine.intra.bandwidth),
     }  # fmt: skip
-    for name, number in numbers.items():
-        if number <= 0:
-            raise Unreadable(f"{name} is {number:g}")
-    most = {"pp": (job.pp, 4096), "layers": (model.layers, 100_000), "tp": (job.tp, 65_536),
-            "num_microbatches": (job.microbatches, 10**7), "seq": (model.seq, 10**9)}  # fmt: skip
-    for name, (number, limit) in most.items():
-        if number > limit:
-            raise Unreadable(f"{name} is {number}, more than the {limit} that are predicted")
+    for name, size in numbers.items():
+        if size <= 0:
+            raise Unreadable(f"{name} is {size:g}")
+    rest = {
+        "experts": model.experts, "an expert's width": model.expert_ffn,
+        "the shared expert's width": model.shared_ffn, "expert-tensor-parallel-size": job.expert_tp,
+        "microbatch-group-size": job.group,
+    }  # fmt: skip
+    for name, size in rest.items():
+        if size < 0:
+            raise Unreadable(f"{name} is {size:g}")
+    most = {
+        "dp": (job.dp, 10**7), "pp": (job.pp, 4096), "layers": (model.layers, 100_000),
+        "tp": (job.tp, 65_536), "num_microbatches": (job.microbatches, 10**7),
+        "seq": (model.seq, 10**9), "hidden": (model.hidden, 10**7), "ffn": (model.ffn, 10**9),
+        "vocab": (model.vocab, 10**9), "microbatch": (job.samples, 10**6),
+        "experts": (model.experts, 100_000), "an expert's width": (model.expert_ffn, 10**9),
+        "the shared expert's width": (model.shared_ffn, 10**9), "kv-channels": (model.head_width, 10**7),
+        "vocabulary's multiple": (job.vocab_multiple, 10**7), "microbatch-group-size": (job.group, 10**7),
+        "bandwidth": (max(machine.inter.bandwidth, machine.intra.bandwidth), 10**18),
+        "gpus_per_node": (machine.devices_per_node, 100_000),
+    }  # fmt: skip
+    for name, (size, limit) in most.items():
+        if size > limit:
+            raise Unreadable(f"{name} is {size:g}, more than the {limit:g} that are predicted")
+    _require_divisible(row, job)
+    if (operations := played_operations(job)) > MOST_OPERATIONS:
+        raise Unreadable(
+            f"its schedule is some {operations:.1e} operations to play, more than {MOST_OPERATIONS:.0e}"
+        )
+
+
+def _require_divisible(row: Row, job: Job) -> None:
+    """Heads over ranks, groups of heads and experts come out even. Heads that were left out are a guess,
+    and need not."""
+    model = job.model
     if model.heads < job.tp or model.hidden < model.heads or model.seq < job.cp:
         raise Unreadable(
             f"{model.heads} heads of a width of {model.hidden} do not split over tp={job.tp}"
         )
+    if whole(row["model"], "heads"):
+        if model.heads % job.tp:
+            raise Unreadable(f"{model.heads} heads do not divide over tp={job.tp}")
+        if model.hidden % model.heads and not (row["layout"].get("args") or {}).get(
+            "--kv-channels"
+        ):
+            raise Unreadable(f"hidden={model.hidden} does not divide into {model.heads} heads")
+    if model.heads % model.kv_heads:
+        raise Unreadable(f"{model.heads} heads do not divide into kv_heads={model.kv_heads}")
+    if model.experts % job.ep:
+        raise Unreadable(f"{model.experts} experts do not divide over ep={job.ep}")
+    if model.experts and model.top_k > model.experts:
+        raise Unreadable(f"top_k={model.top_k} is more than there are experts, {model.experts}")
+    if model.experts and (job.dp * job.tp * job.cp) % (job.ep * (job.expert_tp or job.tp)):
+        raise Unreadable(
+            f"the {job.dp * job.tp * job.cp} ranks of a stage do not divide over ep={job.ep}"
+        )
+
+
+def played_operations(job: Job) -> float:
+    """About how many operations `schedule._play` goes through, each look at one that waits as a part."""
+    if job.pp == 1:
+        return 0.0
+    count = job.microbatches
+    if job.schedule != "gpipe" and job.group <= job.pp:
+        count = min(count, 4 * job.pp)
+    operations = 2.0 * job.pp * job.virtual * count
+    turns = job.pp if job.schedule == "gpipe" else job.virtual * count
+    return operations + operations * turns / 60.0
 
 
 def _devices(row: Row) -> int:
     layout = row["layout"]
-    gpus = int(layout.get("gpus") or 0)
+    gpus = whole(layout, "gpus")
     if not gpus:
         if not layout.get("dp"):
             raise Unreadable("the number of devices is not stated")
-        gpus = math.prod(int(layout.get(name) or 1) for name in ("dp", "tp", "pp", "cp"))
-    hardware = row.get("hardware") or {}
+        gpus = math.prod(whole(layout, name) or 1 for name in ("dp", "tp", "pp", "cp"))
+    hardware = row["hardware"]
     # Megatron's tests named so run on one node, and a GB200 node has four devices.
     if "GB200" in str(hardware.get("gpu")) and str(row["model"].get("name")).endswith("_1node"):
         return min(gpus, 4)
@@ -202,51 +316,45 @@ def _devices(row: Row) -> int:
 def _batches(row: Row, dp: int) -> tuple[int, int]:
     """Samples of a microbatch, and microbatches of a step."""
     layout = row["layout"]
-    samples, batch = layout.get("microbatch"), layout.get("global_batch")
-    if not samples and layout.get("pp", 1) and int(layout.get("pp") or 1) > 1:
+    samples, batch = whole(layout, "microbatch"), whole(layout, "global_batch")
+    if not samples and whole(layout, "pp") > 1:
         raise Unreadable("the size of a microbatch is not stated")
-    samples = int(samples or layout.get("local_batch") or 0)
+    samples = samples or whole(layout, "local_batch")
     if not samples:
         raise Unreadable("the size of a microbatch is not stated")
-    count = layout.get("num_microbatches") or layout.get("grad_accum")
+    if samples < 0 or batch < 0 or dp <= 0:
+        raise Unreadable(f"microbatch is {samples}, global_batch {batch} and dp {dp}")
+    count = whole(layout, "num_microbatches") or whole(layout, "grad_accum")
     if not count:
         if not batch:
             raise Unreadable("the global batch is not stated")
-        count = max(1, round(int(batch) / (dp * samples)))
-    return samples, int(count)
+        if batch % (dp * samples):
+            raise Unreadable(
+                f"global_batch={batch} is no multiple of dp={dp} times microbatch={samples}"
+            )
+        count = batch // (dp * samples)
+    if batch and batch != dp * samples * count:
+        raise Unreadable(
+            f"global_batch={batch} contradicts dp={dp}, microbatch={samples} and {count} microbatches"
+        )
+    return samples, count
 
 
 def _zero(row: Row) -> int:
     layout = row["layout"]
-    if (layout.get("args") or {}).get("--use-distributed-optimizer"):
-        return 1
-    return int(layout.get("zero") or 0)
-
-
-def _schedule(text: str, virtual: int) -> str:
-    if "zb" in text.lower() or "zero" in text.lower():
-        return "zerobubble"
-    if "gpipe" in text.lower():
-        return "gpipe"
-    return "interleaved" if virtual > 1 else "1f1b"
-
-
-def _recompute(text: Any) -> str:
-    words = str(text or "none").lower()
-    if words.startswith("full"):
-        return "full"
-    return "selective" if words.startswith("sel") else "none"
+    stage = zero_stage(layout.get("zero"))
+    return 1 if (layout.get("args") or {}).get("--use-distributed-optimizer") else stage
 
 
 def _precision(text: str) -> str:
     found = precision(text)
     if found in ("fp4", ""):
-        raise Unreadable(f"precision {text} is not modelled")
+        raise Unreadable(f"precision {_line(text)[:60]} is not modelled")
     return found
 
 
 def _source(row: Row) -> str:
-    return " ".join(str(value) for value in (row.get("source") or {}).values())
+    return " ".join(str(value) for value in row["source"].values())
 
 
 def read_software(row: Row) -> tuple[Software, str]:
@@ -263,7 +371,7 @@ def _known_software(row: Row) -> Software | None:
     framework = str(layout.get("framework") or "")
     args = layout.get("args") or {}
     if framework.lower() == RIDGELINE.name:
-        return replace(RIDGELINE, compiled=bool(layout.get("compile")))
+        return replace(RIDGELINE, compiled=flag(layout, "compile"))
     if "ZeRO-3" in framework:
         return DEEPSPEED_ZERO3
     if framework == "Megatron-DeepSpeed" or "bigscience" in source:
@@ -278,15 +386,19 @@ def _known_software(row: Row) -> Software | None:
         ddp = str(layout.get("ddp") or "")
         overlaps = "overlap" in ddp and "not overlap" not in ddp
         return replace(MEGATRON_2021, overlap_dp=overlaps)
-    if "torchtitan" in source or "llm-foundry" in source or layout.get("fsdp"):
+    if "torchtitan" in source or "llm-foundry" in source or _is_given(layout.get("fsdp")):
         pure = str(layout.get("mp_mode")) == "PURE"
         software = TORCHTITAN if "torchtitan" in source else FSDP
         software = LLM_FOUNDRY if "llm-foundry" in source else software
-        software = replace(software, compiled=bool(layout.get("compile")))
+        software = replace(software, compiled=flag(layout, "compile"))
         return replace(software, reduce_bytes=2) if pure else software
     if "Megatron" in source or framework.startswith("Megatron"):
         return _megatron_core(args, source)
     return None
+
+
+def _is_given(value: Any) -> bool:
+    return str(value or "").strip().lower() not in ("", "0", "none", "no", "off", "false")
 
 
 def _megatron_core(args: Mapping[str, Any], source: str) -> Software:
@@ -295,7 +407,7 @@ def _megatron_core(args: Mapping[str, Any], source: str) -> Software:
     backend = str(args.get("--attention-backend") or "")
     if not backend:
         local = args.get("--transformer-impl") == "local"
-        short = int(args.get("--seq-length") or 0) <= 4096
+        short = whole(args, "--seq-length") <= 4096
         backend = "unfused" if args and short and (local or "dracooci" in source) else "flash"
     attention = "fused" if backend == "unfused" else "flash"
     overlaps = not args or bool(args.get("--overlap-grad-reduce"))
@@ -310,31 +422,30 @@ def read_model(row: Row) -> Transformer:
     args: Mapping[str, Any] = row["layout"].get("args") or {}
     arch = architecture(str(facts.get("arch")))
     if arch not in ARCHITECTURES:
-        raise Unreadable(f"models of the kind {arch!r} are not modelled")
-    layers, hidden = facts.get("layers"), facts.get("hidden")
+        raise Unreadable(f"models of the kind {shown(arch)} are not modelled")
+    layers, hidden = whole(facts, "layers"), whole(facts, "hidden")
     if not layers or not hidden:
         raise Unreadable("the model's sizes are not stated")
-    seq = facts.get("seq") or args.get("--seq-length")
+    seq = whole(facts, "seq") or whole(args, "--seq-length")
     if not seq:
         raise Unreadable("the sequence length is not stated")
     if args.get("--hybrid-layer-pattern"):
         raise Unreadable("state-space layers are not modelled")
-    experts = int(facts.get("experts") or args.get("--num-experts") or 0)
+    experts = whole(facts, "experts") or whole(args, "--num-experts")
     if arch in ("moe", "mixtral") and not experts:
         raise Unreadable("the number of experts is not stated")
     if args.get("--moe-layer-freq"):
         raise Unreadable("models with experts in some layers only are not modelled")
     if args.get("--multi-latent-attention"):
         raise Unreadable("latent attention is not modelled")
-    layers, hidden, seq = int(layers), int(hidden), int(seq)
     # The number of heads is left out of some rows; 128 wide is what such models have.
-    heads = int(facts.get("heads") or max(hidden // 128, 1))
+    heads = whole(facts, "heads") or max(hidden // 128, 1)
     llama = arch == "llama"
     gated = llama or bool(args.get("--swiglu"))
-    ffn = facts.get("ffn") or args.get("--ffn-hidden-size")
+    ffn = whole(facts, "ffn") or whole(args, "--ffn-hidden-size")
     if not ffn:
         ffn = 4 * hidden if not gated else int(4 * hidden * 2 / 3 / 64) * 64
-    vocab = facts.get("vocab") or args.get("--vocab-size")
+    vocab = whole(facts, "vocab") or whole(args, "--vocab-size")
     if not vocab:
         if arch not in ("gpt", "moe") or row["layout"].get("global_batch") is None:
             raise Unreadable("the vocabulary is not stated")
@@ -342,17 +453,17 @@ def read_model(row: Row) -> Transformer:
     positions = str(args.get("--position-embedding-type") or "learned_absolute")
     dropout = not llama and arch != "mpt"
     if args:
-        dropout = float(args.get("--hidden-dropout", 0.1)) > 0
+        dropout = quantity({"--hidden-dropout": 0.1, **args}, "--hidden-dropout") > 0
     return Transformer(
         name=str(facts.get("name")),
         layers=layers,
         hidden=hidden,
         heads=heads,
-        ffn=int(ffn),
+        ffn=ffn,
         seq=seq,
-        vocab=int(vocab),
-        kv_heads=int(facts.get("kv_heads") or args.get("--num-query-groups") or 0),
-        head_width=int(args.get("--kv-channels") or 0),
+        vocab=vocab,
+        kv_heads=whole(facts, "kv_heads") or whole(args, "--num-query-groups"),
+        head_width=whole(args, "--kv-channels"),
         gated=gated,
         tied=not llama and not args.get("--untie-embeddings-and-output-weights"),
         learned_positions=arch in ("gpt", "moe") and positions == "learned_absolute",
@@ -361,77 +472,81 @@ def read_model(row: Row) -> Transformer:
         bias=arch in ("gpt", "moe") and not args.get("--disable-bias-linear"),
         dropout=dropout,
         experts=experts,
-        top_k=int(facts.get("top_k") or args.get("--moe-router-topk") or 2),
-        expert_ffn=int(args.get("--moe-ffn-hidden-size") or 0),
-        shared_ffn=int(args.get("--moe-shared-expert-intermediate-size") or 0),
+        top_k=whole(facts, "top_k") or whole(args, "--moe-router-topk") or 2,
+        expert_ffn=whole(args, "--moe-ffn-hidden-size"),
+        shared_ffn=whole(args, "--moe-shared-expert-intermediate-size"),
     )
 
 
-_PROFILES: Final = (
-    # What the device is called, a word there or in the notes, and the profile; the first that fits.
-    ("v100", "", "summit"),
-    ("gb200", "", "gb200"),
-    ("b200", "", "gb200"),
-    ("gb300", "", "gb300"),
-    ("h200", "", "h200"),
-    ("h100", "500w", "h100-96g-500w"),
-    ("h100", "", "h100"),
-    ("h800", "", "h100"),
-    ("a100", "jean zay", "jean-zay"),
-    ("a100_40", "", "a100-40g"),
-    ("a100 40", "", "a100-40g"),
-    ("a100-sxm4-40", "", "a100-40g"),
-    ("a100", "", "selene"),
-    ("a800", "", "selene"),
-)
-
-
-def read_machine(row: Row) -> Machine:
-    """The shipped profile of the row's device, with the links that the row states."""
-    hardware = row.get("hardware") or {}
-    gpu = str(hardware.get("gpu") or "").lower()
-    if not gpu:
-        gpu = _source(row).lower()  # test results carry the device in their name
-    place = str(hardware.get("notes") or "").lower()
-    for device, also, name in _PROFILES:
-        if device in gpu and (also in gpu or also in place):
-            machine = load_machine(name)
-            break
+def read_machine(row: Row) -> tuple[Machine, str]:
+    """The shipped profile of the row's device, with the links that the row states; and what of it is a
+    guess."""
+    hardware = row["hardware"]
+    gpu = str(hardware.get("gpu") or "")
+    if gpu:
+        named = named_device(gpu, str(hardware.get("notes") or ""))
     else:
-        raise Unreadable(f"the device {hardware.get('gpu')!r} has no profile")
-    per_node = int(hardware.get("gpus_per_node") or machine.devices_per_node)
+        named = mentioned_device(_source(row))  # test results carry the device in their name
+    if named is None:
+        raise Unreadable(f"the device {shown(hardware.get('gpu'))} has no profile")
+    machine = load_machine(named.profile)
+    guessed = ""
+    if named.is_other or named.is_vague or not gpu:
+        size = f" with {named.memory_bytes / 1e9:.0f}e9 bytes" if named.memory_bytes else ""
+        why = ", since its memory is not stated" if named.is_vague else ""
+        name = shown(gpu) if gpu else "the device that its source names"
+        guessed = f"{name} taken as {machine.device.name}{size}{why}"
+    per_node = whole(hardware, "gpus_per_node") or machine.devices_per_node
     changes: dict[str, Any] = {"devices_per_node": per_node}
-    if "a800" in gpu or "h800" in gpu:
+    if named.memory_bytes:
+        changes["device.memory_bytes"] = named.memory_bytes
+    if named.device in ("a800", "h800"):
         changes["intra.bandwidth"] = 200e9  # the same devices with fewer links
-    if hardware.get("inter_Gbps_per_node"):
-        changes["inter.bandwidth"] = float(hardware["inter_Gbps_per_node"]) * 1e9 / 8
-    elif hardware.get("inter_GBps_per_gpu"):
-        changes["inter.bandwidth"] = float(hardware["inter_GBps_per_gpu"]) * 1e9 * per_node
-    if hardware.get("intra_GBps_per_gpu_unidir"):
-        changes["intra.bandwidth"] = float(hardware["intra_GBps_per_gpu_unidir"]) * 1e9
-    return machine.replace(**changes)
+    if rate := quantity(hardware, "inter_Gbps_per_node"):
+        changes["inter.bandwidth"] = rate * 1e9 / 8
+    elif rate := quantity(hardware, "inter_GBps_per_gpu"):
+        changes["inter.bandwidth"] = rate * 1e9 * per_node
+    if rate := quantity(hardware, "intra_GBps_per_gpu_unidir"):
+        changes["intra.bandwidth"] = rate * 1e9
+    return machine.replace(**changes), guessed
+
+
+_SECONDS: Final = {"iter_s": 1.0, "iter_ms": 1e-3}
+_BYTES: Final = {
+    "mem_max_allocated_bytes": 1.0,
+    "mem_GiB": 2.0**30,
+    "mem_GB": 2.0**30,  # nvidia-smi shows MiB; people write them down as GB
+}
 
 
 def read_measured(row: Row) -> Measured:
-    found = row.get("measured") or {}
+    """The figures that are positive numbers; of the others it is said that they do not count."""
+    found = row["measured"]
     kind = str(found.get("mem_kind") or "")
-    memory: float | None = None
-    if found.get("mem_max_allocated_bytes"):
-        memory = float(found["mem_max_allocated_bytes"])
-    elif found.get("mem_GiB"):
-        memory = float(found["mem_GiB"]) * 2**30
-    elif found.get("mem_GB"):
-        # nvidia-smi shows MiB; people write them down as GB.
-        memory = float(found["mem_GB"]) * 2**30
-    tokens = _number(found.get("tokens_per_s_per_gpu"))
-    if tokens is None and _number(found.get("tokens_per_s_all")):
-        tokens = float(found["tokens_per_s_all"]) / _devices(row)
-    seconds = _number(found.get("iter_s"))
-    if seconds is None and _number(found.get("iter_ms")):
-        seconds = float(found["iter_ms"]) / 1e3
+    wrong: list[str] = []
+
+    def first(units: Mapping[str, float]) -> float | None:
+        counted = None
+        for name, unit in units.items():
+            value = found.get(name)
+            figure = number(value)
+            if figure is not None and 0 < figure * unit < math.inf:
+                counted = figure * unit if counted is None else counted
+            elif value is not None:
+                wrong.append(f"{name} is {shown(value)}")
+        return counted
+
+    tokens = first({"tokens_per_s_per_gpu": 1.0, "tokens_per_s_all": 1.0 / _devices(row)})
+    seconds, memory = first(_SECONDS), first(_BYTES)
+    tflops = first({"tflops_per_gpu": 1.0})
+    try:
+        out_of_memory = flag(found, "oom")
+    except Unreadable as error:
+        out_of_memory = False
+        wrong.append(str(error))
     return Measured(
         seconds=seconds,
-        tflops=_number(found.get("tflops_per_gpu")),
+        tflops=tflops,
         flops_kind=_flops_kind(row),
         tokens_per_s=tokens,
         memory_bytes=memory,
@@ -441,16 +556,13 @@ def read_measured(row: Row) -> Measured:
         if "reserved" in kind
         else "allocated",
         memory_rank="last" if "last rank)" in kind else "max",
-        out_of_memory=bool(found.get("oom")),
+        out_of_memory=out_of_memory,
+        ignored="; ".join(wrong),
     )
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and value > 0 else None
-
-
 def _flops_kind(row: Row) -> str:
-    kind = str((row.get("measured") or {}).get("tflops_kind") or "")
+    kind = str(row["measured"].get("tflops_kind") or "")
     if kind.startswith("hardware x4"):
         return "hardware x4"
     if kind.startswith("hardware"):

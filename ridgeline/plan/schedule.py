@@ -42,31 +42,39 @@ def orders(
             + [("B", 0, m) for m in reversed(range(microbatches))]
             for _ in range(stages)
         ]
+    split = schedule == "zerobubble"
     if chunks > 1:
         group = max(group, stages)
-        return [_interleaved(stages, rank, microbatches, chunks, group) for rank in range(stages)]
-    split = schedule == "zerobubble"
+        return [_interleaved(stages, r, microbatches, chunks, group, split) for r in range(stages)]
     return [_one_forward_one_backward(stages, r, microbatches, split) for r in range(stages)]
 
 
 def _one_forward_one_backward(stages: int, rank: int, count: int, split: bool) -> list[Op]:
     warm = min(stages - rank - 1, count)
     ops: list[Op] = [("F", 0, m) for m in range(warm)]
-    pending: list[int] = []
     for m in range(count):
         if warm + m < count:
             ops.append(("F", 0, warm + m))
         ops.append(("B", 0, m))
-        if split:
-            pending.append(m)
-            # Weight gradients fill what would be a gap; those that wait go last.
+    return _with_weights(ops, rank) if split else ops
+
+
+def _with_weights(ops: list[Op], rank: int) -> list[Op]:
+    """Weight gradients, `rank` of them late, fill what would be a gap; those that wait still go last."""
+    found: list[Op] = []
+    pending: list[Op] = []
+    for kind, chunk, micro in ops:
+        found.append((kind, chunk, micro))
+        if kind == "B":
+            pending.append(("W", chunk, micro))
             if len(pending) > rank:
-                ops.append(("W", 0, pending.pop(0)))
-    ops += [("W", 0, m) for m in pending]
-    return ops
+                found.append(pending.pop(0))
+    return found + pending
 
 
-def _interleaved(stages: int, rank: int, count: int, chunks: int, group: int) -> list[Op]:
+def _interleaved(
+    stages: int, rank: int, count: int, chunks: int, group: int, split: bool
+) -> list[Op]:
     """Megatron's interleaving: groups of microbatches go through chunk after chunk. What does not
     divide is spread over the groups, so that none is smaller than the pipeline is deep."""
     forwards: list[Op] = []
@@ -87,7 +95,7 @@ def _interleaved(stages: int, rank: int, count: int, chunks: int, group: int) ->
         if warm + step < total:
             ops.append(forwards[warm + step])
         ops.append(backwards[step])
-    return ops
+    return _with_weights(ops, rank) if split else ops
 
 
 def play(
@@ -158,7 +166,8 @@ def _events(
             ops, at, now = plan[rank], place[rank], clock[rank]
             worked, holds, begun = busy[rank], held[rank], at
             mine, theirs = send[rank], send[rank - 1]
-            for kind, chunk, micro in ops[at:]:
+            while at < len(ops):
+                kind, chunk, micro = ops[at]
                 where = chunk * stages + rank
                 if kind == "F":
                     ready = ahead[where][micro]
@@ -179,7 +188,7 @@ def _events(
                         break
                     took = b[rank][chunk]
                     now = (now if now > ready else ready) + took
-                    holds -= 1
+                    holds -= w is None
                     if where > 0:
                         back[where - 1][micro] = now + theirs
                         if blocking:
@@ -188,6 +197,7 @@ def _events(
                     assert w is not None
                     took = w[rank][chunk]
                     now += took
+                    holds -= 1  # the weights' half reads the activations too
                 worked += took
                 at += 1
             if at > begun:

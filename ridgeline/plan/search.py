@@ -9,12 +9,12 @@ looks through the layouts of 16,384 devices in seconds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeline.layout import Layout, check_available, check_layout
-from ridgeline.plan.beside import with_offload
+from ridgeline.plan.beside import loader_s, with_offload
 from ridgeline.plan.kinds import AnyJob, Choices, Model, divisors, kind_of
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import StepMemory, fits, host_room
@@ -23,8 +23,11 @@ from ridgeline.plan.software import Software, own_program
 from ridgeline.plan.time import StepTime
 
 ORDERS = ("time", "memory", "cost")
-Candidate = tuple[float, int, Layout, AnyJob, StepMemory]
-"""A bound of its time, its number, and what it is."""
+TIE = 0.005
+"""Layouts whose times differ by less are as good as each other for all the planner knows: the simplest of
+them is the first."""
+Candidate = tuple[float, float, int, Layout, AnyJob, StepMemory]
+"""A bound of its time, the same without waiting for samples, its number, and what it is."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,15 @@ class Found:
 
 
 def layouts(
-    model: Model, machine: Machine, devices: int, batch: int, precision: str
+    model: Model,
+    machine: Machine,
+    devices: int,
+    batch: int,
+    precision: str,
+    said: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[Layout, int]]:
     """Every layout worth a thought, with the samples of a microbatch; those that the table refuses are
-    left out."""
+    left out. `said`: fields that are not to be chosen, as `compile`."""
     choices = kind_of(model).choices(model, machine)
     sizes = [(tp, cp, tiles) for tp in choices.tp for cp in choices.cp for tiles in choices.spatial]
     for tp, cp, tiles in sizes:
@@ -93,6 +101,7 @@ def layouts(
                 continue
             base: dict[str, Any] = {
                 "dp": dp, "tp": tp, "cp": cp, "pp": pp, "spatial": tiles, "precision": precision,
+                **(said or {}),
             }  # fmt: skip
             yield from _of_sizes(choices, base, batch // dp)
 
@@ -101,9 +110,7 @@ def _of_sizes(
     choices: Choices, sizes: dict[str, Any], per_replica: int
 ) -> Iterator[tuple[Layout, int]]:
     pp = sizes["pp"]
-    for samples in choices.samples:
-        if samples > per_replica or per_replica % samples:
-            continue
+    for samples in divisors(per_replica):
         count = per_replica // samples
         for zero in (0, 1, 2, 3) if sizes["dp"] > 1 else (0,):
             for recompute in ("none", "selective", "full"):
@@ -136,7 +143,8 @@ def _allowed(layout: Layout, samples: int) -> Iterator[tuple[Layout, int]]:
     key = (
         layout.dp > 1, layout.tp > 1, layout.cp > 1, layout.pp > 1, layout.zero, layout.sp,
         layout.schedule, layout.recompute, layout.precision, layout.virtual > 1,
-        layout.accumulate > 1, layout.spatial != (1, 1),
+        layout.accumulate > 1, layout.spatial != (1, 1), layout.compile, layout.graphs, layout.sync,
+        layout.compress, layout.offload, layout.shard and (layout.shard, layout.dp),
     )  # fmt: skip
     if key not in _KNOWN:
         _KNOWN[key] = not check_layout(layout) and not check_available(layout)
@@ -154,34 +162,58 @@ def search(
     by: str = "time",
     software: Software | None = None,
     sample_bytes: float = 0.0,
+    said: Mapping[str, Any] | None = None,
 ) -> Found:
     """The best layouts of a global batch on so many devices, by this library as the machine's profile knows
-    it, or by another program. State goes to the host only where nothing
-    fits without: it is never the faster way."""
+    it, or by another program; `said`: fields of a layout that are not to be chosen. State goes to the host
+    only where nothing fits without: it is never the faster way."""
     kind = kind_of(model)
-    plain = [layout for layout, _ in layouts(model, machine, devices, batch, precision)]
+    plain = [layout for layout, _ in layouts(model, machine, devices, batch, precision, said)]
     given = (model, machine, batch, software or own_program(machine), sample_bytes)
     candidates, too_large, closest = _that_fit(plain, *given)
     looked_at = len(plain)
-    if not candidates and kind.offloads:
+    if not candidates and kind.offloads and "offload" not in (said or {}):
         more = [other for layout in plain for other in with_offload(layout)]
         candidates, still, nearer = _that_fit(more, *given)
         looked_at, too_large = looked_at + len(more), too_large + still
         closest = min((c for c in (closest, nearer) if c), key=lambda c: c[1], default=None)
     if by == "memory":
-        chosen = heapq.nsmallest(top, candidates, key=lambda c: c[4].device)
-        best = [Planned(c[2], c[3], predict(c[3], c[4]).time, c[4]) for c in chosen]
+        chosen = heapq.nsmallest(top, candidates, key=lambda c: c[5].device)
+        best = [Planned(c[3], c[4], predict(c[4], c[5]).time, c[5]) for c in chosen]
         return Found(best, looked_at, too_large, len(best), closest if not best else None)
-    candidates.sort(key=lambda c: (c[0], c[1]))
+    candidates.sort(key=lambda c: c[:3])
     found: list[Planned] = []
     played = 0
-    for bound, _, layout, job, memory in candidates:
-        if len(found) >= top and bound >= found[top - 1].seconds:
-            break
+    for bound, own, _, layout, job, memory in candidates:
+        if len(found) >= top:
+            last = found[top - 1]
+            waits = last.time.storage > 0.0 and own >= last.seconds - last.time.storage
+            if waits or bound >= last.seconds * (1.0 + TIE):
+                break
         found.append(Planned(layout, job, predict(job, memory).time, memory))
-        found.sort(key=lambda p: p.seconds)
+        found.sort(key=lambda p: (p.seconds, p.seconds - p.time.storage))
         played += 1
-    return Found(found[:top], looked_at, too_large, played, closest if not found else None)
+    best = ranked(found)[:top]
+    return Found(best, looked_at, too_large, played, closest if not found else None)
+
+
+def ranked(found: list[Planned]) -> list[Planned]:
+    """By time, but the simplest of those that tie with the first comes first."""
+    tied = [p for p in found if p.seconds <= found[0].seconds * (1.0 + TIE)]
+    simplest = min(tied, key=lambda p: techniques_of(p.layout), default=None)
+    return sorted(found, key=lambda p: p is not simplest)
+
+
+def techniques_of(layout: Layout) -> tuple[int, int]:
+    """How much has to work together: axes beside replicas, and what else is not plain."""
+    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp)) + (layout.spatial != (1, 1))
+    rest = (
+        layout.zero
+        + (layout.recompute != "none")
+        + (layout.virtual > 1)
+        + (layout.offload != "none")
+    )
+    return axes, rest + (layout.schedule == "zerobubble")
 
 
 def _that_fit(
@@ -198,7 +230,13 @@ def _that_fit(
     candidates: list[Candidate] = []
     too_large = 0
     closest: tuple[Layout, float] | None = None
+    full: set[tuple[object, ...]] = set()
+    """What was too large with fewer samples at a time."""
     for number, layout in enumerate(tried):
+        alike = _but_for_samples(layout)
+        if alike in full:
+            too_large += 1
+            continue
         job = kind.arrange(model, machine, layout, batch, software)
         if sample_bytes:
             job = replace(job, sample_bytes=sample_bytes)
@@ -211,15 +249,27 @@ def _that_fit(
             near = closest is None or memory.device < closest[1]
             if near and memory.host <= host_room(machine):
                 closest = (layout, memory.device)
+            full.add(alike)
             continue
-        bound = kind.bound_s(job) * (1.0 + pressure(job, memory))
-        candidates.append((bound, number, layout, job, memory))
+        own = kind.bound_s(job) * (1.0 + pressure(job, memory))
+        candidates.append((max(own, loader_s(job)), own, number, layout, job, memory))
     return candidates, too_large, closest
+
+
+def _but_for_samples(layout: Layout) -> tuple[object, ...]:
+    """Of layouts that are alike in this, those with more samples at a time never take less memory: fewer
+    microbatches are in flight then, of as many samples in all or more. Whether gradients are added up over
+    several of them is a part of it."""
+    several = layout.accumulate > 1 or layout.microbatches > 1
+    return (
+        layout.dp, layout.tp, layout.cp, layout.pp, layout.spatial, layout.zero, layout.sp,
+        layout.schedule, layout.virtual, layout.recompute, layout.offload, several,
+    )  # fmt: skip
 
 
 def scale(
     model: Model, machine: Machine, nodes: list[int], batch: int, precision: str, weak: bool,
-    software: Software | None = None, sample_bytes: float = 0.0,
+    software: Software | None = None, sample_bytes: float = 0.0, said: Mapping[str, Any] | None = None,
 ) -> list[tuple[int, Planned | None]]:  # fmt: skip
     """The best layout on each number of nodes: of one batch (strong), or of a batch that grows with
     the nodes (weak)."""
@@ -236,6 +286,7 @@ def scale(
             "time",
             software,
             sample_bytes,
+            said,
         )
         rows.append((count, found.best[0] if found.best else None))
     return rows

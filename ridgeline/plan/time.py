@@ -127,7 +127,7 @@ def _with_dispatch(job: Job, layer: LayerCost) -> LayerCost:
     if not job.model.experts or job.ep == 1:
         return layer
     here = job.samples * job.model.seq / job.cp / (job.tp if job.sp else 1)
-    sent = 2.0 * here * job.model.top_k * job.model.hidden * job.ep
+    sent = 2.0 * here * job.model.top_k * job.model.hidden
     ranks = group_of(job.machine, job.ep, job.tp)
     there = 2 * collective_s(job.machine, "all_to_all", sent, ranks)
     trips = Cost(communication=there, kernels=8)
@@ -276,7 +276,7 @@ def lower_bound_s(job: Job) -> float:
 def pipeline_s(job: Job, forward: Times, backward: Times) -> float:
     """All microbatches through all stages, event by event."""
     if job.pp == 1:
-        return job.microbatches * (forward[0][0] + backward[0][0])
+        return job.microbatches * (sum(forward[0]) + sum(backward[0]))
     send = [send_s(job, rank) for rank in range(job.pp)]
     blocking = not job.software.overlap_pp
     if job.schedule == "zerobubble":
@@ -284,7 +284,7 @@ def pipeline_s(job: Job, forward: Times, backward: Times) -> float:
         weights = [[0.5 * s for s in row] for row in backward]
         inputs = weights
         return play(
-            "zerobubble", job.microbatches, forward, inputs, send, weights, blocking
+            "zerobubble", job.microbatches, forward, inputs, send, weights, blocking, job.group
         ).seconds
     return play(
         job.schedule, job.microbatches, forward, backward, send, None, blocking, job.group
@@ -350,6 +350,7 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
     if group.size == 1:
         return 0.0
     machine, count = job.machine, parameters_of(job, rank)
+    late = 0.0
     averaged = local_sync_s(job, count)
     if averaged is not None:
         return averaged
@@ -365,18 +366,35 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
         )
     elif job.zero:
         # Every rank gets the sum of its part, and sends its new weights to the others.
-        seconds = collective_s(machine, "all_gather", 2.0 * count, group)
+        gather = collective_s(machine, "all_gather", 2.0 * count, group)
+        # This library waits for them before the next step begins; nothing is left to hide that.
+        late, seconds = (gather, 0.0) if job.software.name == OWN else (0.0, gather)
         if not _reduces_each(job):
             seconds += collective_s(machine, "reduce_scatter", wire, group)
     else:
         seconds = collective_s(machine, "all_reduce", wire, group)
+    seconds += _experts_s(job, rank)
     if job.model.tied and job.pp > 1 and rank in (0, job.pp - 1):
         tied = 2.0 * job.model.head_parameters(job.tp, job.vocab_multiple)
         seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
     # With the optimizer on the host, gradients are added up in one buffer and reduced at the end.
     overlaps = job.software.overlap_dp and job.offload != "optimizer"
     exposed = _exposed(job, seconds, backward_s) if overlaps else seconds
-    return exposed + compression_s(job, count)
+    return exposed + late + compression_s(job, count)
+
+
+def _experts_s(job: Job, rank: int) -> float:
+    """Gradients of experts are summed over the ranks that hold the same ones."""
+    if not job.model.experts or job.expert_copies == 1:
+        return 0.0
+    split = job.expert_tp or job.tp
+    held = sum(job.layers_of(rank)) * job.model.expert_parameters(job.ep, split)
+    group = group_of(job.machine, job.expert_copies, job.ep * split)
+    wire = float(job.software.reduce_bytes) * held
+    if not job.zero:
+        return collective_s(job.machine, "all_reduce", wire, group)
+    reduce = collective_s(job.machine, "reduce_scatter", wire, group)
+    return reduce + collective_s(job.machine, "all_gather", 2.0 * held, group)
 
 
 def rank_alone_s(job: Job, rank: int = 0) -> float:
@@ -400,4 +418,5 @@ def _optimizer_s(job: Job, rank: int) -> float:
     if job.model.experts:
         held = job.model.expert_parameters(job.ep, job.expert_tp or job.tp)
         count += sum(job.layers_of(rank)) * held / (job.expert_copies if job.zero else 1)
-    return moved_s(job.machine.device, job.software.optimizer_bytes_moved * count, 20)
+    moved = job.software.optimizer_bytes_moved - 8.0 * (2 - job.model.optimizer_slots)
+    return moved_s(job.machine.device, moved * count, 20)

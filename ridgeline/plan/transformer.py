@@ -44,6 +44,8 @@ class Transformer:
     """Inner width of one expert; 0: `ffn`."""
     shared_ffn: int = 0
     """Inner width of the expert that every token goes through besides; 0: there is none."""
+    optimizer_slots: int = 2
+    """Tensors of the optimizer's state a parameter, where this library trains it: Adam's two."""
 
     def __post_init__(self) -> None:
         if not self.kv_heads:

@@ -7,26 +7,48 @@ worth measuring for that. The commands are `ridgeline plan validate` and `ridgel
 
 from __future__ import annotations
 
-import contextlib
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError
 from ridgeline.plan.calibrate import Change, changed, fit
 from ridgeline.plan.design import most_telling
+from ridgeline.plan.job import Job
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import GIB, fits, stage_memory
 from ridgeline.plan.predict import predict
-from ridgeline.plan.rows import ReadRow, Row, Unreadable, read_row
+from ridgeline.plan.rows import (
+    ReadRow,
+    Row,
+    Unreadable,
+    name_of,
+    played_operations,
+    read_row,
+    require_measured,
+    set_of,
+)
+from ridgeline.plan.words import shown
 
 __all__ = [
-    "calibrate", "changed", "check_row", "check_rows", "choose_rows", "fitted_machine", "measured_s",
-    "summarize",
+    "calibrate", "changed", "check_row", "check_rows", "choose_rows", "fit_rows", "fitted_machine",
+    "is_fitted", "measured_s", "summarize",
 ]  # fmt: skip
 
 MAX_CALIBRATION_ROWS: Final = 15
+MOST_FITTED_OPERATIONS: Final = 300_000
+"""Of a schedule that a fit plays out again and again."""
+IMPOSSIBLE: Final = (
+    ArithmeticError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AssertionError,
+    RecursionError,
+)
+"""What a prediction of numbers that do not go together may end with."""
 
 
 @dataclass(frozen=True)
@@ -47,26 +69,24 @@ class Checked:
 
 def check_row(row: Row, index: int, change: Change | None = None) -> Checked:
     """Predict one row."""
-    name, group = str(row.get("id", f"row-{index}")), str(row.get("set", ""))
-    kind = str(row.get("kind", "measured"))
+    name, group = name_of(row, index), set_of(row)
     try:
-        if kind != "measured":
-            raise Unreadable(f"the row is {kind}, not measured")
+        require_measured(row)
         read = read_row(row, index)
+        return _check(read if change is None else replace(read, job=change(read.job)))
     except Unreadable as error:
-        return Checked(name, group, {"id": name, "skipped": str(error)}, skipped=str(error))
-    job = read.job if change is None else change(read.job)
-    try:
-        return _check(replace(read, job=job))
-    except (ArithmeticError, ValueError, KeyError, AssertionError) as error:
-        reason = f"its numbers do not go together ({error})"
-        return Checked(name, group, {"id": name, "skipped": reason}, skipped=reason)
+        reason = str(error)
+    except IMPOSSIBLE as error:
+        reason = f"its numbers do not go together ({shown(str(error))[1:-1]})"
+    return Checked(name, group, {"id": name, "skipped": reason}, skipped=reason)
 
 
 def _check(read: ReadRow) -> Checked:
     job, measured = read.job, read.measured
     predicted = predict(job)
     seconds = predicted.seconds
+    if not 0 < seconds < math.inf:
+        raise Unreadable(f"its numbers do not go together (a step of {seconds:g} s)")
     tokens = job.tokens / seconds / job.devices
     flops = job.model.step_flops(job.tokens, measured.flops_kind)
     tflops = flops / seconds / job.devices / 1e12
@@ -78,15 +98,20 @@ def _check(read: ReadRow) -> Checked:
     }
     time_error: float | None = None
     found: dict[str, float | bool] = {}
+    ignored = [measured.ignored] if measured.ignored else []
     for key, was, said in (
         ("iter_s", measured.seconds, seconds),
         ("tokens_per_s_per_gpu", measured.tokens_per_s, tokens),
         ("tflops_per_gpu", measured.tflops, tflops),
     ):
         if was is not None:
+            error = _error(said, was)
+            if error is None:
+                ignored.append(f"{key} is {was:g}")
+                continue
             found[key] = was
             if time_error is None:
-                time_error = said / was - 1.0
+                time_error = error
     memory_error, false_fit = None, False
     if measured.memory_bytes is not None or measured.out_of_memory:
         last = measured.memory_rank == "last"
@@ -95,18 +120,29 @@ def _check(read: ReadRow) -> Checked:
         values["predicted_mem_gib"] = said / GIB
         values["predicted_fits"] = fits(job, predicted.memory)
         if measured.memory_bytes is not None:
-            found["mem_gib"] = measured.memory_bytes / GIB
-            memory_error = said / measured.memory_bytes - 1.0
+            memory_error = _error(said, measured.memory_bytes)
+            if memory_error is None:
+                ignored.append(f"its memory is {measured.memory_bytes:g} bytes")
+            else:
+                found["mem_gib"] = measured.memory_bytes / GIB
         if measured.out_of_memory:
             found["oom"] = True
             false_fit = bool(values["predicted_fits"])
     values["measured"] = found
     if read.guessed:
         values["guessed"] = read.guessed
+    if ignored:
+        values["ignored"] = "; ".join(ignored)
     values["error_pct"] = None if time_error is None else 100.0 * time_error
     if memory_error is not None:
         values["memory_error_pct"] = 100.0 * memory_error
     return Checked(read.id, read.set, values, time_error, memory_error, false_fit)
+
+
+def _error(said: float, was: float) -> float | None:
+    """Relative; None where it is so large that means of it are no numbers."""
+    found = said / was - 1.0 if 0 < was < math.inf else math.inf
+    return found if abs(found) < 1e295 else None
 
 
 def check_rows(rows: Sequence[Row], change: Change | None = None) -> list[Checked]:
@@ -156,25 +192,85 @@ def _summary(name: str, what: str, pairs: list[tuple[str, float]]) -> Summary:
     )
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What a fit found, and on what."""
+
+    values: dict[str, float]
+    """Factors and facts, as `calibrate.fit` returns them."""
+    rows: list[Row]
+    """Those that were fitted on."""
+    skipped: list[tuple[str, str]]
+    """Of each of the others its name, and why."""
+
+
 def calibrate(rows: Sequence[Row]) -> dict[str, float]:
     """What `calibrate.fit` finds for at most 15 rows."""
+    return fit_rows(rows).values
+
+
+def fit_rows(rows: Sequence[Row]) -> Fitted:
+    """A fit on those of at most 15 rows that have a time and can be predicted."""
     if len(rows) > MAX_CALIBRATION_ROWS:
         raise UsageError(
             f"{len(rows)} rows in --calibrate are more than the {MAX_CALIBRATION_ROWS} that are allowed; "
             "leave some out"
         )
-    jobs, seconds = [], []
+    jobs, seconds, used, skipped = [], [], [], []
     for index, row in enumerate(rows):
         try:
-            read = read_row(row, index)
-        except Unreadable:
-            continue
-        if (was := measured_s(read)) is not None:
-            jobs.append(read.job)
+            job, was = _timed(row, index)
+        except Unreadable as error:
+            skipped.append((name_of(row, index), str(error)))
+        else:
+            jobs.append(job)
             seconds.append(was)
+            used.append(row)
     if not jobs:
-        raise UsageError("no row in --calibrate has a time that can be predicted; choose others")
-    return fit(jobs, seconds)
+        why = f" ({skipped[0][0]}: {skipped[0][1]})" if skipped else ""
+        raise UsageError(
+            f"no row in --calibrate has a time that can be predicted{why}; choose others"
+        )
+    try:
+        return Fitted(fit(jobs, seconds), used, skipped)
+    except IMPOSSIBLE as error:
+        raise RunError(
+            f"the {len(jobs)} rows of --calibrate cannot be fitted together ({error}); leave out what is "
+            "least like the others"
+        ) from error
+
+
+def _timed(row: Row, index: int) -> tuple[Job, float]:
+    """A row's job and its measured time, once it is sure that it can be predicted."""
+    checked = check_row(row, index)
+    if checked.skipped:
+        raise Unreadable(checked.skipped)
+    read = read_row(row, index)
+    was = measured_s(read)
+    if was is None or _error(checked.values["predicted_s"], was) is None:
+        why = checked.values.get("ignored")
+        raise Unreadable(f"it has no time that counts ({why})" if why else "it has no time")
+    if (operations := played_operations(read.job)) > MOST_FITTED_OPERATIONS:
+        raise Unreadable(
+            f"its schedule is some {operations:.1e} operations to play, more than the "
+            f"{MOST_FITTED_OPERATIONS:.0e} that are fitted on"
+        )
+    return read.job, was
+
+
+def is_fitted(row: Row, index: int, fitted: Sequence[Row]) -> bool:
+    """Whether a row is one of those: the same but for its figures. Ids are not enough: other sets, or
+    other runs, may have the same."""
+    name = name_of(row, index)
+    return any(
+        row == other
+        or (
+            name == name_of(other, -1)
+            and (set_of(row) == set_of(other) or None in (row.get("set"), other.get("set")))
+            and all(row.get(part) == other.get(part) for part in ("model", "layout", "hardware"))
+        )
+        for other in fitted
+    )
 
 
 def fitted_machine(rows: Sequence[Row], values: Mapping[str, float]) -> Machine:
@@ -184,13 +280,12 @@ def fitted_machine(rows: Sequence[Row], values: Mapping[str, float]) -> Machine:
     machines = set()
     programs: dict[str, dict[str, float]] = {}
     for index, row in enumerate(rows):
-        with contextlib.suppress(Unreadable):
-            job = read_row(row, index).job
-            after = change(job)
-            machines.add(after.machine)
-            was, now = asdict(job.software), asdict(after.software)
-            found = {name: value for name, value in now.items() if value != was[name]}
-            programs.setdefault(job.software.name, {}).update(found)
+        job = read_row(row, index).job
+        after = change(job)
+        machines.add(after.machine)
+        was, now = asdict(job.software), asdict(after.software)
+        found = {name: value for name, value in now.items() if value != was[name]}
+        programs.setdefault(job.software.name, {}).update(found)
     if len(machines) != 1:
         names = ", ".join(sorted(machine.name for machine in machines))
         raise UsageError(
@@ -223,8 +318,8 @@ def choose_rows(rows: Sequence[Row], count: int) -> tuple[list[Row], list[str]]:
                 raise Unreadable("it would not fit in the device's memory")
         except Unreadable as error:
             skipped.append(str(error))
-        except (ArithmeticError, ValueError, KeyError, AssertionError) as error:
-            skipped.append(f"its numbers do not go together ({error})")
+        except IMPOSSIBLE as error:
+            skipped.append(f"its numbers do not go together ({shown(str(error))[1:-1]})")
         else:
             jobs.append(read.job)
             known.append(row)

@@ -1,11 +1,14 @@
 """The words of other people's tables: other names of fields, architectures, precisions and programs.
 
 A row may call its sizes or its program by names that are not ours. What is certain is renamed; a program
-that is not known is guessed from what the row says about it, and the guess is said. Called by `rows.py`.
+that is not known is guessed from what the row says about it, and the guess is said. What may be read in
+more than one way is `Unreadable`. Called by `rows.py`.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -43,14 +46,88 @@ LLAMAS: Final = ("llama", "mistral", "qwen", "yi", "deepseek-7b", "gemma")
 GPTS: Final = ("gpt", "opt", "bloom", "megatron-lm")
 
 
+class Unreadable(Exception):
+    """Why a row cannot be expressed."""
+
+
+def shown(value: Any) -> str:
+    """A value for a sentence: on one line, and not long."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:56]}..."
+
+
+def number(value: Any) -> float | None:
+    """A finite number, also where it is written as text; None where it is none, as true and false are."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def quantity(section: Mapping[str, Any], name: str) -> float:
+    """A number of a section; 0 where it states none."""
+    value = section.get(name)
+    if value is None or value == "":
+        return 0.0
+    found = number(value)
+    if found is None:
+        raise Unreadable(f"the field {name} is missing or is no number: {shown(value)}")
+    return found
+
+
+def whole(section: Mapping[str, Any], name: str) -> int:
+    """A whole number of a section; 0 where it states none."""
+    found = quantity(section, name)
+    if found != int(found):
+        raise Unreadable(f"{name} is {shown(section[name])}, no whole number")
+    return int(found)
+
+
+def flag(section: Mapping[str, Any], name: str) -> bool:
+    """Yes or no, by the words that people have for them; no where nothing is stated."""
+    value = section.get(name)
+    word = str(value).strip().lower() if isinstance(value, (str, int, float)) else value
+    if word in (None, "", "false", "no", "off", "none", "0", "0.0"):
+        return False
+    if word in ("true", "yes", "on", "1", "1.0"):
+        return True
+    raise Unreadable(f"{name} is {shown(value)}, neither true nor false")
+
+
+def sections(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with every section as one; a device or a source may be stated as one text."""
+    found = dict(row)
+    for name, alone in (("hardware", "gpu"), ("source", "text")):
+        if isinstance(found.get(name), str):
+            found[name] = {alone: found[name]}
+    if isinstance(found.get("source"), list):
+        found["source"] = {str(place): value for place, value in enumerate(found["source"])}
+    for name in ("model", "layout", "hardware", "source", "measured"):
+        value = found.get(name)
+        if value is None:
+            if name in ("model", "layout"):
+                raise Unreadable(f"the row has no section {name}")
+            value = {}
+        if not isinstance(value, Mapping):
+            raise Unreadable(f"{name} is {shown(value)}, no section with fields")
+        found[name] = value
+    args = found["layout"].get("args")
+    if args is not None and not isinstance(args, Mapping):
+        raise Unreadable(f"args is {shown(args)}, no section with fields")
+    return found
+
+
 def renamed(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with fields under the names used here; those it has already are left as they are."""
-    found = dict(row)
+    found = sections(row)
     for section, names in NAMES.items():
-        values = found.get(section)
-        if not isinstance(values, Mapping):
-            continue
-        ours = dict(values)
+        ours = dict(found[section])
         for theirs, name in names.items():
             if theirs in ours and ours.get(name) is None:
                 ours[name] = ours[theirs]
@@ -79,12 +156,69 @@ def precision(word: str) -> str:
     return "fp32" if text in ("single", "32") else ""
 
 
+_NO_RECOMPUTE: Final = ("none", "no", "off", "false", "0", "disabled", "never", "-", "n/a", "")
+_FULL_RECOMPUTE: Final = (
+    "true", "yes", "on", "enabled", "all", "all layers", "every layer", "each layer", "uniform",
+    "checkpointing", "activation checkpointing", "gradient checkpointing", "recomputation", "recompute",
+    "activation recomputation", "activation recompute",
+)  # fmt: skip
+_SELECTIVE_RECOMPUTE: Final = ("attention core", "core attention", "core_attn", "sel")
+
+
+def recomputed(value: Any) -> str:
+    """`none`, `selective` or `full`; raises where the word is not known to mean one of them."""
+    text = "" if value is None else "?"
+    if isinstance(value, (str, bool, int)):
+        text = " ".join(str(value).lower().split())
+    if text in _NO_RECOMPUTE or re.match(r"(?:none|no|without)\b", text):
+        return "none"
+    if text in _FULL_RECOMPUTE or re.match(r"full(?![a-z0-9])", text):
+        return "full"
+    if text in _SELECTIVE_RECOMPUTE or text.startswith("selective"):
+        return "selective"
+    raise Unreadable(f"recompute is {shown(value)}, not known as full, selective or none")
+
+
+def zero_stage(value: Any) -> int:
+    """0 to 3, also as in ZeRO-3 or stage 3."""
+    if value is None or value is False:
+        return 0
+    text = str(value).strip().lower() if isinstance(value, (str, int, float)) else "?"
+    match = re.fullmatch(r"(?:(?:zero|stage|zero[- ]?stage)[- ]?)?([0-3])(?:\.0)?", text)
+    if match is None and text not in ("", "none", "no", "off"):
+        raise Unreadable(f"zero is {shown(value)}, which is none of 0, 1, 2 and 3")
+    return int(match[1]) if match is not None else 0
+
+
+def schedule_name(value: Any, virtual: int, pp: int) -> str:
+    """One of ours, for that many chunks on each of that many stages."""
+    text = str(value or "1f1b").lower()
+    compact = re.sub(r"[^a-z0-9]", "", text)
+    if pp == 1:
+        return "1f1b"
+    if "zb" in compact or "zerobubble" in compact:
+        found = "zerobubble"
+    elif "gpipe" in compact or compact == "afab":
+        found = "gpipe"
+    elif "1f1b" in compact or "interleav" in compact or "pipedreamflush" in compact:
+        if virtual == 1 and "interleav" in compact and "noninterleav" not in compact:
+            raise Unreadable(
+                f"schedule is {shown(value)}, and vp, its chunks a stage, is not stated"
+            )
+        return "interleaved" if virtual > 1 else "1f1b"
+    else:
+        raise Unreadable(f"schedule is {shown(value)}, which is not modelled")
+    if virtual > 1:
+        raise Unreadable(f"schedule {found} with vp={virtual} is not modelled")
+    return found
+
+
 def guess_software(row: Mapping[str, Any], words: str) -> tuple[Software, str]:
     """The program that is most like what the row says, and why."""
     layout = row["layout"]
     text = words.lower()
-    zero = int(layout.get("zero") or 0)
-    split = int(layout.get("tp") or 1) * int(layout.get("pp") or 1) > 1
+    zero = zero_stage(layout.get("zero"))
+    split = (whole(layout, "tp") or 1) * (whole(layout, "pp") or 1) > 1
     for known, software in (
         ("deepspeed", DEEPSPEED_ZERO3 if zero == 3 else MEGATRON_DEEPSPEED),
         ("megatron", MEGATRON_CORE),
@@ -99,7 +233,7 @@ def guess_software(row: Mapping[str, Any], words: str) -> tuple[Software, str]:
             return software, f"taken as {software.name}, for the word {known!r}"
     if zero == 3 and not split:
         return FSDP, "taken as fsdp, since weights are sharded and nothing is split"
-    if split and bool(layout.get("sp")):
+    if split and flag(layout, "sp"):
         return MEGATRON_CORE, "taken as megatron-core, since layers are split with their sequence"
     if split:
         return MEGATRON_2022, "taken as megatron-2022, since layers or stages are split"

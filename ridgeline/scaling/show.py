@@ -69,7 +69,9 @@ def memory_rows(found: Simulated, m: RankMeasured) -> list[Row]:
         weights, optimizer, reserved = said.weights, said.optimizer, said.reserved
         # Tensors of a CPU are counted without what libraries keep for themselves.
         besides = said.buffers if m.allocated_bytes is None else 0.0
-        held, peak = said.held - besides, said.allocated - besides
+        # Only ZeRO-1 keeps the place of its gradients from step to step.
+        gone = 0.0 if found.layout.zero == 1 else said.gradients
+        held, peak = said.held - besides - gone, said.allocated - besides
     rows: list[Row] = [
         ("weights", m.weights_bytes, weights),
         ("gradients, after backward", m.gradients_bytes, None),

@@ -311,7 +311,7 @@ def _played_s(
     places: list[RankMeasured], grown: list[float], send: list[float], layout: Layout
 ) -> float:
     """Seconds of the schedule with each place's measured times, some of them longer by a factor."""
-    split = layout.schedule == "zerobubble" and layout.virtual == 1
+    split = layout.schedule == "zerobubble"
     forward, backward, weights = [], [], []
     for m, factor in zip(places, grown, strict=True):
         late = list(m.weight_s) or [0.0] * len(m.forward_s)

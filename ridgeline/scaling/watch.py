@@ -8,6 +8,7 @@ that is not timed.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -76,6 +77,16 @@ class StepWatch(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
         """By storage: the bytes it has more than when it was first seen."""
         self._before: dict[int, int] = {}
         self._storages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def __enter__(self) -> StepWatch:
+        # FSDP2 keeps tensors whose memory it has taken away: what is there when one of them is first
+        # used was made by the step.
+        for value in gc.get_objects():
+            if issubclass(type(value), Tensor):
+                for storage in _storages(value):
+                    self._see(storage, storage.nbytes())
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

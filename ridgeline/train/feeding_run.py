@@ -32,6 +32,7 @@ from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout
 from ridgeline.machine.disk_io import drop_pages
 from ridgeline.parallel.mesh import close_mesh
+from ridgeline.train.checks import check_names
 from ridgeline.train.feeding import (
     Demand,
     Parts,
@@ -44,7 +45,7 @@ from ridgeline.train.feeding import (
     measure_parts,
     measure_supply,
 )
-from ridgeline.train.setup import Training, build_training, check_names
+from ridgeline.train.setup import Training, build_training
 
 # What a single process can do of a layout; the rest is between ranks.
 _OF_ONE_RANK = ("recompute", "offload", "precision", "compile", "graphs", "accumulate")

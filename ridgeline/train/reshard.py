@@ -30,7 +30,8 @@ from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import RankEnv
 from ridgeline.launch.forked import Ranks
 from ridgeline.layout import Layout, check_available, require_layout
-from ridgeline.train.setup import build_training, check_batch
+from ridgeline.train.checks import check_batch
+from ridgeline.train.setup import build_training
 
 _LONGEST_S = 24 * 3600.0
 _KEEP_ALL = Keep(last=10**9)

@@ -6,9 +6,8 @@ Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.run_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ridgeline.checkpoint.save import Outcome
 from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
-from ridgeline.data.batch import Batch
+from ridgeline.data.loader import Loader
 from ridgeline.errors import UsageError, WouldRepeat
-from ridgeline.launch.env import RankEnv, read_rank_env, recorded_environment
+from ridgeline.launch.env import RankEnv, read_rank_env
 from ridgeline.layout import read_auto
 from ridgeline.optim.update import Update
-from ridgeline.parallel.fallbacks import Gathered, describe_gathered
 from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.mesh import choose_device, close_mesh
 from ridgeline.parallel.pipeline.balance import UnknownModule
@@ -34,24 +31,19 @@ from ridgeline.plan.auto import Place, choose_layout
 from ridgeline.rundir import (
     BLOCKS,
     CONFIG,
-    ENV,
-    FACTS,
-    LAYOUT,
     PLAN,
     WEIGHTS,
-    EvalRecord,
     RunDir,
     StepRecord,
 )
 from ridgeline.train.alive import build_alive
-from ridgeline.train.board import Board
 from ridgeline.train.checkpoints import Checkpoints, has_checkpoints
 from ridgeline.train.evaluate import evaluate
 from ridgeline.train.guard import BadBatch, Guard
+from ridgeline.train.log import RunLog
 from ridgeline.train.loop import train_loop
 from ridgeline.train.memory import is_out_of_memory, tell_budget, tell_no_start
 from ridgeline.train.position import Position
-from ridgeline.train.progress import build_progress
 from ridgeline.train.record import Recorder
 from ridgeline.train.samples import SampleLog, SkippedSamples
 from ridgeline.train.setup import Training, build_training
@@ -89,122 +81,225 @@ def run_training(
 ) -> Summary:
     """Build, go on from the newest checkpoint of `run`, train, evaluate; every rank calls this, rank 0
     writes records to `run` and to the terminal. `requests` may end it after any step."""
-    training = _build(config, env, run)
-    checkpoints = Checkpoints(training, run)
-    training = replace(training, update=_after_release(checkpoints, training.update))
-    guard = Guard(training, lambda: checkpoints.skipped)
-    training = guard.training
-    checkpoints.guard = guard
-    alive = build_alive(training, run, requests or Requests(), checkpoints.is_late)
-    main_run = run if training.mesh.is_main else None
-    log = _Log(training, main_run)
-    samples = SampleLog(training, run)
-    skipped = SkippedSamples(training, run)
-    recorder = Recorder(training)
-    trace = StepTrace(training)
-    last: StepRecord | None = None
-    stopped = ""
+    session = _Session(_build(config, env, run), run, requests or Requests())
     try:
-        with alive.watch.during("load"):
-            start = _go_on(checkpoints, log)
-            if config.guard.on_bad == "rollback" and start.step == 0:
-                log.saves(checkpoints.save(start, wait=True))  # there is something to go back to
-        metrics = dict(checkpoints.metrics)
-        reached = reaches(metrics, config.train.target, training.task) if metrics else False
-        position = start
-        steps = train_loop(training, start)
-        while not reached and (result := next(steps, None)) is not None:
-            position = result.position
-            if result.step == start.step + 1:
-                log.gathered(training.arranged.gathered())
-                log.uncompiled(training.arranged.uncompiled())
-            last = log.steps(recorder.add(result)) or last
-            samples.add(result)
-            for line in skipped.add(result.skipped, result.step):
-                log.note(line)
-            log.note(trace.after(result.step - start.step, main_run))
-            beat, lines = alive.after(result)
-            for line in lines:
-                log.note(line)
-            if bad := guard.take():
-                log.bad_batch(result.step, bad, config.guard.on_bad)
-                if config.guard.on_bad == "rollback" and checkpoints.add_skipped(bad):
-                    log.saves(checkpoints.outcomes(wait=True))
-                    last = log.steps(recorder.flush()) or last
-                    steps.close()
-                    with alive.watch.during("load"):
-                        position = _go_on(checkpoints, log)
-                    steps = train_loop(training, position)
-                    continue
-            if _evaluation_due(result, training) and training.eval_loader is not None:
-                last = log.steps(recorder.flush()) or last
-                checkpoints.release()  # an evaluation brings replicas together
-                with alive.watch.during("evaluate"):
-                    to_device = skipped.noting(training.to_device, result.step)
-                    record = _evaluate(training, result, alive.watch.counting(to_device))
-                log.evaluation(record)
-                log.uncompiled(training.arranged.uncompiled())
-                metrics = record.metrics
-                log.note(checkpoints.evaluated(metrics))
-                reached = reaches(metrics, config.train.target, training.task)
-                training.clock.start()
-            if checkpoints.is_due(result.step) or beat.save:
-                with alive.watch.during(checkpoints.phase):
-                    log.saves(checkpoints.save(position))
-            log.saves(checkpoints.outcomes())
-            stopped = beat.stop if result.step < training.num_steps else ""
-            if stopped:
-                break
-        alive.close()
-        last = log.steps(recorder.flush()) or last
-        log.uncompiled(training.arranged.uncompiled())
-        log.ranks(recorder)  # every rank has written what it skipped
-        num_skipped = skipped.count()
-        if num_skipped:
-            log.note(
-                f"{num_skipped} samples could not be read and were skipped; events.jsonl has them"
-            )
-        with alive.watch.during("save"):
-            if config.checkpoint.at_end or stopped:
-                log.saves(checkpoints.save(position, wait=True))
-            log.saves(checkpoints.outcomes(wait=True))
-            checkpoints.release()
-            if config.log.weights and not stopped:
-                # Replicas that stepped on their own come together.
-                training.arranged.prepare_evaluation()
-                weights = full_state(training.arranged)
-                if main_run is not None:
-                    log.note(_save_weights(weights, main_run))
-            checkpoints.close()
-        if not stopped:  # else it goes on from a checkpoint, and makes the records behind it again
-            _finish_records(run, training.mesh.world_group, alive.watch)
+        session.begin()
+        session.train()
+        session.save_all()
     except Exception as error:
-        log.steps(recorder.salvage())
+        session.salvage()
         if is_out_of_memory(error):
-            raise WouldRepeat(tell_budget(training, error)) from error
+            raise WouldRepeat(tell_budget(session.training, error)) from error
         raise
     finally:
-        if run is not None:
-            run.write_waiting()
-        alive.end()
-        log.close()
-        training.close_loaders()
-        training.staging.release()
-    close_mesh(training.mesh)
-    final_loss = last.loss if last else None
-    if main_run is not None and stopped:
-        main_run.add_event("stopped", signal=stopped, step=position.step)
-    elif main_run is not None:
-        main_run.add_event(
-            "end",
-            steps=position.step,
-            loss=final_loss,
-            metrics=metrics,
-            reached_target=reached,
-            skipped_samples=num_skipped,
+        session.close()
+    return session.end()
+
+
+class _Session:
+    """One run on one rank: what takes part in it, and how far it is."""
+
+    def __init__(self, training: Training, run: RunDir | None, requests: Requests) -> None:
+        self.config, self.run = training.config, run
+        self.checkpoints = Checkpoints(training, run)
+        training = replace(training, update=_after_release(self.checkpoints, training.update))
+        self.guard = Guard(training, lambda: self.checkpoints.skipped)
+        self.training = training = self.guard.training
+        self.checkpoints.guard = self.guard
+        self.alive = build_alive(training, run, requests, self.checkpoints.is_late)
+        self.main_run = run if training.mesh.is_main else None
+        self.log = RunLog(training, self.main_run)
+        self.samples = SampleLog(training, run)
+        self.skipped = SkippedSamples(training, run)
+        self.recorder = Recorder(training)
+        self.trace = StepTrace(training)
+        self.start = self.position = Position()
+        self.metrics: dict[str, float] = {}
+        self.reached = False
+        self.stopped = ""
+        """The signal that ended it before its time."""
+        self.num_skipped = 0
+        self.last: StepRecord | None = None
+
+    def begin(self) -> None:
+        """Where the newest whole checkpoint left off."""
+        with self.alive.watch.during("load"):
+            self.start = self.position = self._go_on()
+            if self.config.guard.on_bad == "rollback" and self.start.step == 0:
+                # There is something to go back to.
+                self.log.saves(self.checkpoints.save(self.start, wait=True))
+        if self.checkpoints.metrics:
+            self._judge(dict(self.checkpoints.metrics))
+
+    def train(self) -> None:
+        """Steps until the last, the target or a request to stop."""
+        steps = train_loop(self.training, self.position)
+        while not self.reached and (result := next(steps, None)) is not None:
+            self.position = result.position
+            self._note(result)
+            beat, lines = self.alive.after(result)
+            for line in lines:
+                self.log.note(line)
+            if (bad := self.guard.take()) and self._goes_back(bad, result.step):
+                steps.close()
+                with self.alive.watch.during("load"):
+                    self.position = self._go_on()
+                steps = train_loop(self.training, self.position)
+                continue
+            if self._evaluation_due(result) and self.training.eval_loader is not None:
+                self._evaluate(result, self.training.eval_loader)
+            if self.checkpoints.is_due(result.step) or beat.save:
+                with self.alive.watch.during(self.checkpoints.phase):
+                    self.log.saves(self.checkpoints.save(self.position))
+            self.log.saves(self.checkpoints.outcomes())
+            if beat.stop and result.step < self.training.num_steps:
+                self.stopped = beat.stop
+                break
+        self.alive.close()
+
+    def save_all(self) -> None:
+        """Records, the last checkpoint and the weights."""
+        self._flush()
+        self.log.uncompiled(self.training.arranged.uncompiled())
+        self.log.ranks(self.recorder)  # every rank has written what it skipped
+        self.num_skipped = self.skipped.count()
+        if self.num_skipped:
+            self.log.note(
+                f"{self.num_skipped} samples could not be read and were skipped; events.jsonl has them"
+            )
+        with self.alive.watch.during("save"):
+            if self.config.checkpoint.at_end or self.stopped:
+                self.log.saves(self.checkpoints.save(self.position, wait=True))
+            self.log.saves(self.checkpoints.outcomes(wait=True))
+            self.checkpoints.release()
+            if self.config.log.weights and not self.stopped:
+                self._save_weights()
+            self.checkpoints.close()
+        if (
+            not self.stopped
+        ):  # else it goes on from a checkpoint, and makes the records behind it again
+            _finish_records(self.run, self.training.mesh.world_group, self.alive.watch)
+
+    def salvage(self) -> None:
+        """What was recorded before a failure."""
+        self.log.steps(self.recorder.salvage())
+
+    def close(self) -> None:
+        """However it ended."""
+        if self.run is not None:
+            self.run.write_waiting()
+        self.alive.end()
+        self.log.close()
+        self.training.close_loaders()
+        self.training.staging.release()
+
+    def end(self) -> Summary:
+        """After all went well: the ranks part, and rank 0 says how it ended."""
+        close_mesh(self.training.mesh)
+        loss = self.last.loss if self.last else None
+        if self.main_run is not None and self.stopped:
+            self.main_run.add_event("stopped", signal=self.stopped, step=self.position.step)
+        elif self.main_run is not None:
+            self.main_run.add_event(
+                "end",
+                steps=self.position.step,
+                loss=loss,
+                metrics=self.metrics,
+                reached_target=self.reached,
+                skipped_samples=self.num_skipped,
+            )
+            _finish_records(self.main_run, None, self.alive.watch)
+        return Summary(
+            self.position.step,
+            loss,
+            self.metrics,
+            self.reached,
+            bool(self.stopped),
+            self.num_skipped,
         )
-        _finish_records(main_run, None, alive.watch)
-    return Summary(position.step, final_loss, metrics, reached, bool(stopped), num_skipped)
+
+    def _note(self, result: StepResult) -> None:
+        """A step's records, and what is said after the first."""
+        if result.step == self.start.step + 1:
+            self.log.gathered(self.training.arranged.gathered())
+            self.log.uncompiled(self.training.arranged.uncompiled())
+        self.last = self.log.steps(self.recorder.add(result)) or self.last
+        self.samples.add(result)
+        for line in self.skipped.add(result.skipped, result.step):
+            self.log.note(line)
+        self.log.note(self.trace.after(result.step - self.start.step, self.main_run))
+
+    def _flush(self) -> None:
+        self.last = self.log.steps(self.recorder.flush()) or self.last
+
+    def _goes_back(self, bad: BadBatch, step: int) -> bool:
+        """Tell of a bad batch; whether the run goes on from a checkpoint, without it."""
+        action = self.config.guard.on_bad
+        self.log.bad_batch(step, bad, action)
+        if action != "rollback" or not self.checkpoints.add_skipped(bad):
+            return False
+        self.log.saves(self.checkpoints.outcomes(wait=True))
+        self._flush()
+        return True
+
+    def _evaluation_due(self, result: StepResult) -> bool:
+        if result.step == self.training.num_steps:
+            return True
+        every = self.config.train.eval_every
+        return result.step % every == 0 if every else result.ends_epoch
+
+    def _evaluate(self, result: StepResult, loader: Loader) -> None:
+        self._flush()
+        self.checkpoints.release()  # an evaluation brings replicas together
+        training = self.training
+        with self.alive.watch.during("evaluate"):
+            to_device = self.skipped.noting(training.to_device, result.step)
+            record = evaluate(
+                training.arranged,
+                training.task,
+                loader,
+                training.precision,
+                self.alive.watch.counting(to_device),
+                result.step,
+                result.epoch,
+            )
+        self.log.evaluation(record)
+        self.log.uncompiled(training.arranged.uncompiled())
+        self._judge(record.metrics)
+        self.log.note(self.checkpoints.evaluated(record.metrics))
+        training.clock.start()
+
+    def _judge(self, metrics: dict[str, float]) -> None:
+        self.metrics = metrics
+        self.reached = reaches(metrics, self.config.train.target, self.training.task)
+
+    def _save_weights(self) -> None:
+        # Replicas that stepped on their own come together.
+        self.training.arranged.prepare_evaluation()
+        weights = full_state(self.training.arranged)
+        if self.main_run is not None:
+            self.log.note(_write_weights(weights, self.main_run))
+
+    def _go_on(self) -> Position:
+        """Restore the newest whole checkpoint, if there is one, and say so."""
+        found = self.checkpoints.find()
+        if found is None:
+            return Position()
+        position, notes = self.checkpoints.restore(found)
+        for line in (*found.damaged, *notes):
+            self.log.note(line)
+        self.log.note(f"going on from {found.path.name}")
+        if position.step >= self.checkpoints.num_steps:
+            self.log.note(
+                "the run is at its end; a larger train.epochs or train.steps makes it longer"
+            )
+        self.log.event(
+            "resume",
+            step=position.step,
+            checkpoint=found.path.name,
+            passed_over=list(found.damaged),
+        )
+        return position
 
 
 def _build(config: RunConfig, env: RankEnv, run: RunDir | None) -> Training:
@@ -231,45 +326,6 @@ def _after_release(checkpoints: Checkpoints, update: Update) -> Update:
         return update()
 
     return released
-
-
-def _go_on(checkpoints: Checkpoints, log: _Log) -> Position:
-    """Restore the newest whole checkpoint, if there is one, and say so."""
-    found = checkpoints.find()
-    if found is None:
-        return Position()
-    position, notes = checkpoints.restore(found)
-    for line in (*found.damaged, *notes):
-        log.note(line)
-    log.note(f"going on from {found.path.name}")
-    if position.step >= checkpoints.num_steps:
-        log.note("the run is at its end; a larger train.epochs or train.steps makes it longer")
-    log.event(
-        "resume", step=position.step, checkpoint=found.path.name, passed_over=list(found.damaged)
-    )
-    return position
-
-
-def _evaluation_due(result: StepResult, training: Training) -> bool:
-    if result.step == training.num_steps:
-        return True
-    every = training.config.train.eval_every
-    return result.step % every == 0 if every else result.ends_epoch
-
-
-def _evaluate(
-    training: Training, result: StepResult, to_device: Callable[[Batch], Batch]
-) -> EvalRecord:
-    assert training.eval_loader is not None
-    return evaluate(
-        training.arranged,
-        training.task,
-        training.eval_loader,
-        training.precision,
-        to_device,
-        result.step,
-        result.epoch,
-    )
 
 
 def reaches(metrics: dict[str, float], target: dict[str, float], task: Task) -> bool:
@@ -304,7 +360,7 @@ def _pause() -> None:
     time.sleep(1.0)
 
 
-def _save_weights(weights: Mapping[str, object], run: RunDir) -> str:
+def _write_weights(weights: Mapping[str, object], run: RunDir) -> str:
     """Tied weights are one tensor under several names, which the format has no word for: copy.
     Returns what went wrong: a run that trained has not failed for want of room."""
     seen: set[int] = set()
@@ -323,136 +379,6 @@ def _save_weights(weights: Mapping[str, object], run: RunDir) -> str:
         aside.unlink(missing_ok=True)
         return f"the final weights could not be written ({error}); make room and run again"
     return ""
-
-
-class _Log:
-    """Where records go on rank 0: the run directory, TensorBoard, the terminal. Elsewhere nowhere."""
-
-    def __init__(self, training: Training, run: RunDir | None) -> None:
-        self._run = run
-        self._is_waiting = False
-        self._told: set[str] = set()
-        mesh = training.mesh
-        self._board = Board(run, training.config.log.tensorboard) if run is not None else None
-        if run is not None:
-            facts = {
-                "model": training.model_facts.to_dict(),
-                "machine": training.machine_facts.to_dict(),
-            }
-            with suppress(OSError):  # a full disk is no reason not to train
-                run.write_text(LAYOUT, f"{mesh.layout}\n")
-                run.write_json(FACTS, facts)
-                run.write_json(ENV, recorded_environment())
-                if training.arranged.block_costs is not None:
-                    run.write_json(BLOCKS, training.arranged.block_costs)
-            run.add_event("start", layout=str(mesh.layout), num_ranks=mesh.env.world_size)
-            for details in training.staging.events:
-                run.add_event("staged", **details)
-        self._progress = build_progress(
-            training.num_steps, training.model_facts, mesh.is_main and run is not None
-        )
-        for line in describe(training):
-            self._progress.note(line)
-
-    def note(self, text: str) -> None:
-        if text:
-            self._progress.note(text)
-
-    def event(self, event: str, **details: object) -> None:
-        if self._run is not None:
-            self._run.add_event(event, **details)
-
-    def bad_batch(self, step: int, bad: BadBatch, action: str) -> None:
-        details = {"epoch": bad.epoch, "batch": bad.batch, "loss": bad.loss, "reason": bad.reason}
-        self.event("bad-batch", step=step, action=action, **details)
-        self.note(f"batch {bad.batch} of epoch {bad.epoch}: {bad.reason}; {action}")
-
-    def saves(self, outcomes: list[Outcome]) -> None:
-        """How checkpoints ended: an event each, and a word to the user when one could not be written."""
-        for done in outcomes:
-            if done.path is not None:
-                self.event(
-                    "checkpoint",
-                    step=done.step,
-                    bytes=done.num_bytes,
-                    seconds=round(done.seconds, 3),
-                    removed=list(done.removed),
-                )
-            else:
-                self.event("checkpoint-failed", step=done.step, problem=done.problem)
-                self.note(
-                    f"no checkpoint at step {done.step}: {done.problem}; the run goes on, and the "
-                    "last whole checkpoint stays"
-                )
-
-    def uncompiled(self, lines: list[str]) -> None:
-        """Blocks of a split model that run as written, each reason once."""
-        for line in lines:
-            if line not in self._told:
-                self._told.add(line)
-                self.note(line)
-
-    def gathered(self, found: list[Gathered]) -> None:
-        if found:
-            self.event("gathered", functions=[asdict(one) for one in found])
-        for line in describe_gathered(found):
-            self.note(line)
-
-    def steps(self, records: list[StepRecord]) -> StepRecord | None:
-        for record in records:
-            if self._run is not None and self._board is not None:
-                self._run.append(record)
-                self._board.step(record)
-            self._progress.step(record)
-        if records and self._run is not None:
-            self._tell_waiting(self._run.num_unwritten())
-        return records[-1] if records else None
-
-    def _tell_waiting(self, num_bytes: int) -> None:
-        """Records that the disk does not take are kept; that it is so is said once."""
-        if num_bytes and not self._is_waiting:
-            self.note(
-                f"the disk takes no records: {num_bytes} bytes wait; make room, they follow then"
-            )
-        self._is_waiting = bool(num_bytes)
-
-    def evaluation(self, record: EvalRecord) -> None:
-        if self._run is not None and self._board is not None:
-            self._run.append(record)
-            self._board.evaluation(record)
-        self._progress.evaluation(record)
-
-    def ranks(self, recorder: Recorder) -> None:
-        """Every rank takes part; rank 0 keeps the result."""
-        records = recorder.gather_ranks()
-        if self._run is not None:
-            for record in records:
-                self._run.append(record)
-
-    def close(self) -> None:
-        self._progress.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def describe(training: Training) -> list[str]:
-    """What a run is about to do, in a few lines."""
-    model, machine, mesh = training.model_facts, training.machine_facts, training.mesh
-    count = (
-        f"{model.num_parameters / 1e6:.2f}M"
-        if model.num_parameters >= 1e5
-        else str(model.num_parameters)
-    )
-    peak = machine.peak_flops.get(training.precision.name)
-    rate = f", peak {peak / 1e12:.3g} TFLOP/s ({machine.peak_source})" if peak else ""
-    return [
-        f"model {model.name}: {count} parameters, "
-        f"{model.train_flops_per_sample / 1e9:.3g} GFLOP a sample ({model.flops_source})",
-        f"layout {mesh.layout} on {mesh.env.world_size} x {machine.device_name}{rate}",
-        *([f"axes, slowest links first: {mesh}"] if mesh.env.world_size > mesh.data_size else []),
-        *training.notes,
-        f"{training.num_steps} steps of {training.config.train.batch} samples",
-    ]
 
 
 def _choose(config: RunConfig, env: RankEnv) -> tuple[RunConfig, dict[str, Any] | None]:

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ridgeline.config import RunConfig
+from ridgeline.config import DataConfig, RunConfig
 from ridgeline.data.augment.apply import build_augment
 from ridgeline.data.augment.change import AugmentBatch
 from ridgeline.data.batch import Batch
-from ridgeline.data.build import SOURCES, build_sources
+from ridgeline.data.build import build_sources
 from ridgeline.data.feed import Feed, build_feed
 from ridgeline.data.loader import Loader
 from ridgeline.data.order import Blocks, shuffle_quality
 from ridgeline.data.source import Source, SourceInfo
 from ridgeline.data.subset import FirstSamples
-from ridgeline.errors import UsageError, unknown_word
+from ridgeline.errors import UsageError
 from ridgeline.facts import MachineFacts, ModelFacts
 from ridgeline.launch.env import RankEnv, prepare_deterministic
 from ridgeline.layout import Layout
@@ -46,13 +46,14 @@ from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, read_order
 from ridgeline.parallel.precision import Precision, build_precision
 from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.tuned import prefer_attention
+from ridgeline.train.checks import check_batch, count_parts
 from ridgeline.train.chunked import choose_loss
 from ridgeline.train.clock import Clock, build_clock
 from ridgeline.train.hang import collective_timeout
 from ridgeline.train.objective import Objective, build_forward_backward
 from ridgeline.train.staging import Staging, stage_data
 from ridgeline.train.step import ForwardBackward
-from ridgeline.train.tasks import TASKS, Task, build_task, check_target
+from ridgeline.train.tasks import Task, build_task, check_target
 
 _DTYPES = {
     "float32": torch.float32,
@@ -236,6 +237,7 @@ def _build_on(
             *warmup_note,
             *getattr(sources[0], "notes", ()),
             *_say_shuffle(config, len(sources[0])),
+            *_say_in_line(config.data, sources[0]),
             *arranged.notes,
         ],
     )
@@ -257,26 +259,6 @@ def _build_optimizer(
     return build_master_adamw(model, config.optim, rate)
 
 
-def check_batch(config: RunConfig, layout: Layout) -> None:
-    """Every full batch is the same size on every rank; only the last of an epoch may be uneven."""
-    parts = count_parts(layout)
-    pieces = layout.dp * parts
-    batch = config.train.batch
-    if batch % pieces:
-        below, above = batch // pieces * pieces, (batch // pieces + 1) * pieces
-        nearest = f"{below} or {above}" if below else str(above)
-        name = "accumulate" if layout.pp == 1 else "microbatches"
-        raise UsageError(
-            f"train.batch={batch} is not divisible by dp={layout.dp} x {name}={parts} = {pieces}; "
-            f"the nearest that are: train.batch={nearest}"
-        )
-
-
-def count_parts(layout: Layout) -> int:
-    """Microbatches that a rank's share of a global batch is cut into."""
-    return layout.microbatches if layout.pp > 1 else layout.accumulate
-
-
 def _check_vocab(config: RunConfig, source: Source) -> None:
     """A token without a row in the embedding is an index error without a name, or worse on a GPU."""
     vocab, tokens = config.model.args.get("vocab"), source.info.num_classes
@@ -285,17 +267,6 @@ def _check_vocab(config: RunConfig, source: Source) -> None:
             f"model.args.vocab={vocab} is too small for data.source={config.data.source}, whose samples "
             f"have {tokens} different tokens; use model.args.vocab={tokens} or more"
         )
-
-
-def check_names(config: RunConfig) -> None:
-    """Words that stand in no table, before any process is started; `module:name` is looked up there."""
-    for word, known, kind, place in (
-        (config.model.name, MODELS, "model", "model.name"),
-        (config.data.source, SOURCES, "source", "data.source"),
-        (config.train.task, {"auto", *TASKS}, "task", "train.task"),
-    ):
-        if ":" not in word and word not in known:
-            raise unknown_word(kind, word, known, place)
 
 
 def count_steps(config: RunConfig, per_epoch: int) -> int:
@@ -423,6 +394,7 @@ def _build_loaders(
     shared = {
         "rank": mesh.data_rank,
         "world": mesh.data_size,
+        "one_node": mesh.env.local_world_size == mesh.env.world_size,
         "seed": train.seed,
         "workers": data.workers,
         "threads": data.threads,
@@ -468,6 +440,23 @@ def _say_shuffle(config: RunConfig, num_samples: int) -> list[str]:
         f"on the disk meet in a batch {quality.neighbours_ratio:.1f} times as often as in a full shuffle, "
         f"and a batch is drawn from {quality.blocks_a_batch:.0f} blocks (full: "
         f"{quality.best_blocks_a_batch:.0f})"
+    ]
+
+
+def _say_in_line(data: DataConfig, source: Source) -> list[str]:
+    """Which settings of the loader have no part, where the source is not read in threads."""
+    if data.workers or not getattr(source, "uses_global_rng", False):
+        return []
+    usual = DataConfig()
+    raised = [
+        name for name in ("threads", "prefetch") if getattr(data, name) > getattr(usual, name)
+    ]
+    if not raised:
+        return []
+    settings = " and ".join(f"data.{name}={getattr(data, name)}" for name in raised)
+    return [
+        f"{settings} {'do' if len(raised) > 1 else 'does'} nothing for {data.source}: its samples may draw "
+        "from the global generators, which threads would share; data.workers=N reads them ahead"
     ]
 
 

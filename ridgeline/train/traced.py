@@ -19,6 +19,7 @@ from ridgeline.errors import UsageError, unknown_word
 from ridgeline.models.build import build_model
 from ridgeline.models.trace import Batch, trace_module
 from ridgeline.plan.module import ModuleFacts
+from ridgeline.plan.recipe import optimizer_slots
 from ridgeline.train.tasks import build_task
 
 DTYPES = {
@@ -55,15 +56,8 @@ def trace_recipe(config: RunConfig) -> ModuleFacts:
         [_describe(info.input_shape, info.input_dtype)],
         info.unit,
         info.units_per_sample,
-        _slots(config),
+        optimizer_slots(config),
     )
-
-
-def _slots(config: RunConfig) -> int:
-    """Tensors of optimizer state a parameter."""
-    if config.optim.name == "sgd":
-        return 1 if config.optim.momentum > 0 else 0
-    return 2
 
 
 def trace_named(name: str, inputs: Sequence[str]) -> ModuleFacts:

@@ -18,7 +18,7 @@ from ridgeline.launch.env import RankEnv
 from ridgeline.launch.forked import Ranks
 from ridgeline.layout import Layout, require_layout
 from ridgeline.parallel.precision import AUTOCAST
-from ridgeline.train.setup import check_batch
+from ridgeline.train.checks import check_batch
 from ridgeline.verify.compare import Comparison, compare
 from ridgeline.verify.follow import follow
 from ridgeline.verify.overflow import compare_overflowed, overflowed

@@ -29,12 +29,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 """How long a call may take before it counts as hung."""
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
+MOST_THREADS = 40
+"""Of a rank that is kept. A gloo group has three, one of which wakes a hundred times a second for as long
+as the process lives: the groups of a few hundred tests take a core of their own."""
 SETTLE_S = 0.2
 """After a failure: how long to wait for an account of an earlier one from another rank."""
-GROUP_TIMEOUT_S = 120
+GROUP_TIMEOUT_S = 600
 """Of the gloo group itself; longer than a call, so that a hang ends with every rank's stack."""
 # One thread a rank and the same kernels whatever ran before: bf16 on a CPU without it switches
 # mkldnn off for the rest of the process.
@@ -76,6 +79,13 @@ class _Set:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             connection.close()
+
+    @property
+    def num_threads(self) -> int:
+        """Of the first rank."""
+        with contextlib.suppress(OSError):
+            return len(os.listdir(f"/proc/{self.pids[0]}/task"))
+        return 0
 
     def said(self, rank: int) -> str:
         """The last lines that a rank wrote to standard output and error."""
@@ -131,7 +141,7 @@ class RankPool:
         assert self._server.stdin is not None
         self._server.stdin.close()
         try:
-            self._server.wait(10)
+            self._server.wait(60)
         except subprocess.TimeoutExpired:
             # A process that some test forked off this one holds the other end of the pipe too.
             self._server.kill()
@@ -182,6 +192,8 @@ class RankPool:
         return text
 
     def _set(self, num_ranks: int) -> _Set:
+        if num_ranks in self._sets and self._sets[num_ranks].num_threads > MOST_THREADS:
+            self._sets.pop(num_ranks).kill()
         if num_ranks not in self._sets:
             self._sets[num_ranks] = self._start(num_ranks)
         return self._sets[num_ranks]
@@ -212,7 +224,6 @@ class RankPool:
 def serve(address: str) -> None:
     """Import everything once, then fork a set of ranks for each line `NUM_RANKS FOLDER`."""
     import pytest  # noqa: F401
-    import sklearn.datasets  # type: ignore[import-untyped]  # noqa: F401
     import torch
     import torch._dynamo  # two seconds that building any optimizer would cost every rank
     import torch._inductor.cudagraph_trees

@@ -191,7 +191,7 @@ def evaluate_alone() -> float:
 
 
 def test_evaluation_without_running_statistics_does_not_wait(ranks: Any) -> None:
-    assert ranks(2, evaluate_alone, timeout=5.0) == [pytest.approx(1.0, abs=1e-4)] * 2
+    assert ranks(2, evaluate_alone, timeout=60) == [pytest.approx(1.0, abs=1e-4)] * 2
 
 
 class NormAndActivation(nn.BatchNorm1d):

@@ -31,7 +31,7 @@ rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
 got = []
 signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
 (folder / f"ready-{rank}").write_text(str(os.getpid()))
-until = time.monotonic() + 60
+until = time.monotonic() + 240
 while not got and time.monotonic() < until:
     time.sleep(0.02)
 (folder / f"told-{rank}").write_text("yes" if got else "no")
@@ -42,7 +42,7 @@ import os, sys, time
 if os.environ["RANK"] == "1":
     print("about to fail", flush=True)
     raise ValueError("boom at rank 1")
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -54,7 +54,7 @@ def write(folder: Path, text: str) -> Path:
 
 def launch(folder: Path, *words: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*words), cwd=folder, capture_output=True, text=True, timeout=90, **options
+        command(*words), cwd=folder, capture_output=True, text=True, timeout=360, **options
     )
 
 
@@ -85,7 +85,7 @@ def test_the_rank_that_failed_is_named_and_the_others_end(tmp_path: Path) -> Non
     script = write(tmp_path, FAIL)
     began = time.monotonic()
     done = launch(tmp_path, "-n", "2", "--folder", "job", "--", sys.executable, str(script))
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 240
     assert done.returncode == 1
     assert "rank 1: ended with exit code 1" in done.stderr
     assert "ValueError: boom at rank 1" in done.stderr
@@ -113,7 +113,7 @@ def start_waiting(tmp_path: Path) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen(
         command(*words), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     ready = [tmp_path / f"ready-{rank}" for rank in range(2)]
     while not all(path.exists() and path.read_text() for path in ready):
         assert process.poll() is None, process.communicate()
@@ -132,11 +132,11 @@ def assert_gone(pids: list[int], within_s: float) -> None:
 def test_a_warning_reaches_every_rank(tmp_path: Path) -> None:
     process, pids = start_waiting(tmp_path)
     process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert [(tmp_path / f"told-{rank}").read_text() for rank in range(2)] == ["yes", "yes"]
     assert process.returncode == 75, errors
     assert "stopped by SIGUSR1" in errors
-    assert_gone(pids, 5)
+    assert_gone(pids, 60)
 
 
 def test_the_clock_warns_where_the_scheduler_does_not(tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_the_clock_warns_where_the_scheduler_does_not(tmp_path: Path) -> None:
 def test_no_rank_outlives_whoever_started_it(tmp_path: Path, number: signal.Signals) -> None:
     process, pids = start_waiting(tmp_path)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == (1 if number == signal.SIGINT else -number)
     assert number == signal.SIGKILL or "interrupted; what the ranks wrote is in job/logs" in errors
-    assert_gone(pids, 20)
+    assert_gone(pids, 100)
 
 
 def test_two_jobs_at_once_do_not_meet(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_two_jobs_at_once_do_not_meet(tmp_path: Path) -> None:
         )
         for name in ("one", "two")
     ]
-    told = [json.loads(job.communicate(timeout=60)[0]) for job in jobs]
+    told = [json.loads(job.communicate(timeout=240)[0]) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     assert [one["argv"] for one in told] == [["one"], ["two"]]
     assert told[0]["MASTER_PORT"] != told[1]["MASTER_PORT"]

@@ -189,7 +189,7 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     found = []
     try:
         for process in processes:
-            out, error = process.communicate(timeout=300)
+            out, error = process.communicate(timeout=900)
             found.append((process.returncode, out, error))
     finally:
         for process in processes:
@@ -251,7 +251,7 @@ def test_the_command_starts_ranks_itself(tmp_path: Path, ending: str) -> None:
     done = subprocess.run(
         [*command, "--picture", str(picture)],
         env={k: v for k, v in env.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        capture_output=True, text=True, timeout=300, cwd=ROOT,
+        capture_output=True, text=True, timeout=900, cwd=ROOT,
     )  # fmt: skip
     if ending == "badly":
         assert done.returncode == 1

@@ -117,6 +117,7 @@ def check(label: str, one: dict[str, Any], other: dict[str, Any]) -> None:
     assert weights < BOUND
 
 
+@pytest.mark.table(keep=6)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_like_one(ranks: Any, case: str, num_ranks: int) -> None:

@@ -272,6 +272,7 @@ CASES = ["llama", "bert", "vit", "mlp", "alexnet", "cifar_cnn", "unet", "in-plac
 CASES += ["hf-llama", "hf-gpt2", "hf-bert"]
 
 
+@pytest.mark.table(keep=6)
 @pytest.mark.parametrize("case", CASES)
 def test_every_model(ranks: Any, case: str) -> None:
     """Four stages on two ranks: weights split from inputs, microbatches of different sizes."""

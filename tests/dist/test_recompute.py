@@ -204,6 +204,7 @@ def build(kind: str, how: str = "none") -> tuple[nn.Module, Callable[[], Any], l
     return model, make, apply_recompute(model, how) if how != "none" else []
 
 
+@pytest.mark.table(keep=7)
 @pytest.mark.parametrize("kind", MODELS)
 def test_recompute_changes_no_bit(kind: str) -> None:
     num_steps = 1 if kind in ("resnet18", "alexnet-dropout") else 2
@@ -481,6 +482,7 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.table(keep=4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", COMPILED)
 def test_under_compile(kind: str, how: str) -> None:

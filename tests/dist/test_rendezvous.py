@@ -90,6 +90,6 @@ def test_ranks_of_mpiexec_train_together() -> None:
             )
         )
     for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=480)
         assert process.returncode == 0, err
         assert out.split() == ["MPICH", str(rank), "6.0"]

@@ -111,11 +111,12 @@ def simulated() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.table(keep=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_alone_is_the_rank(
     ranks: Any, simulated: dict[str, dict[str, Any]], layout: str
 ) -> None:
-    real = ranks(4, among_others, layout, timeout=120)[RANK]
+    real = ranks(4, among_others, layout, timeout=480)[RANK]
     fake = simulated[layout]
     assert fake["shapes"] == real["shapes"]
     assert fake["held"] == real["held"]
@@ -147,7 +148,7 @@ def ridgeline(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
         text=True,
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
+        timeout=900,
     )
 
 

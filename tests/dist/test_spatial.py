@@ -645,11 +645,12 @@ HEAVY = {"resnet18": [(1, 2), (4, 1)], "resnet50": [(2, 2)]}
 """Tens of millions of weights to compare: not on every grid."""
 
 
+@pytest.mark.table(keep=16)
 @pytest.mark.parametrize(
     ("name", "shape"), [(n, shape) for n in MODELS for shape in HEAVY.get(n, GRIDS)], ids=str
 )
 def test_whole_models(ranks: Any, name: str, shape: tuple[int, int]) -> None:
-    found = ranks(shape[0] * shape[1], check_model, name, shape, timeout=120.0)
+    found = ranks(shape[0] * shape[1], check_model, name, shape, timeout=480)
     for worst, size, fallbacks in found:
         assert size < 1e-9, worst
         # Only where the image ends: features for a linear layer, tokens in two directions. Rows

@@ -69,8 +69,8 @@ def stage_on_nodes(
     assert groups.num_nodes == NODES
     node = me.rank // LOCAL
 
-    def listed(path: Path) -> Listing:
-        listing = list_source(path, BLOCK)
+    def listed(path: Path, **more: Any) -> Listing:
+        listing = list_source(path, BLOCK, **more)
         if trouble == "vanishes":
             (source / "small" / "33.bin").unlink()
         return listing

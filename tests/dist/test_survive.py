@@ -81,7 +81,7 @@ RECIPE = {
     "device": "cpu",
     "threads": 1,
 }
-LONGEST_S = 120
+LONGEST_S = 480.0
 LONG = ("train.steps=100000", "model.args={slow: 0.02}")
 
 
@@ -170,8 +170,9 @@ def test_a_scheduler_s_signal_ends_the_run_after_a_step(job: Job) -> None:
     assert not job.run.evals()
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_the_run_at_once(job: Job) -> None:
-    job.train("-n", "2", "train.steps=100", "model.args={slow: 20}", "watch.timeout_s=0")
+    job.train("-n", "2", "train.steps=100", "model.args={slow: 30}", "watch.timeout_s=0")
     job.wait_for("events.jsonl:start")
     assert job.process is not None
     time.sleep(1)
@@ -181,7 +182,7 @@ def test_a_second_signal_ends_the_run_at_once(job: Job) -> None:
     began = time.monotonic()
     job.process.send_signal(signal.SIGUSR1)
     assert job.end() == 75, job.error
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 20
     assert job.run.status() == "stopped"
 
 
@@ -226,6 +227,7 @@ def test_a_killed_rank_is_started_again(job: Job) -> None:
     assert job.run.status() == "finished"
 
 
+@pytest.mark.thorough
 def test_the_same_failure_twice_is_given_up(job: Job) -> None:
     job.train("-n", "2", "--restarts", "5", "model.args={what: kill}")
     assert job.end() == 1
@@ -234,6 +236,7 @@ def test_the_same_failure_twice_is_given_up(job: Job) -> None:
     assert len(job.events("restart")) == 1
 
 
+@pytest.mark.thorough
 def test_torchrun_starts_a_killed_rank_again(job: Job) -> None:
     run = start_torchrun(job, "model.args={what: kill, once: true}", "-", "3")
     assert job.end() == 0, job.error
@@ -270,7 +273,7 @@ def test_a_stopped_rank_is_named_with_the_collective(job: Job) -> None:
     began = time.monotonic()
     rank.send(signal.SIGSTOP)
     assert job.end() == 1
-    assert time.monotonic() - began < 5 + 10, "the limit and a few seconds to look around and end"
+    assert time.monotonic() - began < 5 + 60, "the limit and some time to look around and end"
     first = job.error.splitlines()[0]
     assert "rank 2 stopped answering at step" in first
     assert "(its process is stopped)" in first
@@ -293,6 +296,7 @@ def test_a_rank_that_waits_for_data_is_named_with_its_line(job: Job) -> None:
     assert "rank 0 waits for it in" in first
 
 
+@pytest.mark.thorough
 def test_a_rank_that_holds_python_s_lock_is_named(job: Job) -> None:
     job.train("-n", "2", "train.steps=1000", *WATCH, "model.args={what: grip}")
     assert job.end() == 1
@@ -312,6 +316,7 @@ def test_a_hang_is_a_failure_that_is_restarted(job: Job) -> None:
 # Stragglers
 
 
+@pytest.mark.table(keep=1)
 @pytest.mark.parametrize(
     ("part", "arguments"),
     [

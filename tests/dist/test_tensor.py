@@ -409,6 +409,7 @@ def check(results: list[list[dict[str, float]]]) -> None:
             assert len(worst) > 3
 
 
+@pytest.mark.table(keep=14)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_process(ranks: Any, name: str, tp: int) -> None:
@@ -1047,6 +1048,7 @@ def programmed(name: str, sp: bool) -> tuple[dict[str, str], int, float]:
 WITH_BLOCKS = ["llama", "llama_grouped", "llama_3_heads", "vit_cls", "bert", "hf_llama_grouped", "hf_gpt2", "hf_bert"]  # fmt: skip
 
 
+@pytest.mark.table(keep=6)
 @pytest.mark.parametrize("name", WITH_BLOCKS)
 @pytest.mark.parametrize("sp", [False, True])
 def test_programs_compute_the_same(ranks: Any, name: str, sp: bool) -> None:
@@ -1169,6 +1171,7 @@ def fickle(habit: str, change_to: str = "") -> tuple[dict[str, str], int, list[f
     return programs.refused, programs.num_made, alone, split
 
 
+@pytest.mark.table(keep=5)
 @pytest.mark.parametrize(
     ("habit", "why"),
     [

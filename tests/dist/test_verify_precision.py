@@ -186,6 +186,7 @@ def record_with_mistake(env: RankEnv, config: RunConfig) -> Recording:
     return record.record_training(config, env)
 
 
+@pytest.mark.table(keep=11)
 @pytest.mark.parametrize(
     ("mistake", "model", "layout", "kind"),
     [

@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIRS = ("cnn", "llama", "transformers")
 NEEDS = {"cnn": "sklearn", "llama": "torch", "transformers": "transformers"}
 MAX_CHANGED_LINES = 5
-TIMEOUT_S = 120
+TIMEOUT_S = 480
 
 # The same arithmetic in another order of summation, float32, over some sixty steps.
 ACROSS_PROCESSES = 1e-4

@@ -249,6 +249,16 @@ call(2, 'reshard', str(path), 'there', '--layout', 'dp=1')
     assert done.stderr.count("needs torch, which is not installed here") == 3
 
 
+def test_who_starts_the_ranks_does_not_load_what_only_they_need() -> None:
+    """A command loads torch to start them; sharded tensors and the compiler are seconds more."""
+    code = "import sys\nimport ridgeline.train.checks\nprint(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    loaded = set(ast.literal_eval(done.stdout))
+    assert "torch" in loaded
+    assert not loaded & {"torch.distributed.tensor", "torch._dynamo", "sympy", "sklearn", "scipy"}
+
+
 @pytest.mark.parametrize("args", [["train", "digits", "-n", "1"], ["data", "bench", "digits"]])
 def test_training_without_torch_is_one_sentence(tmp_path: Path, args: list[str]) -> None:
     code = f"{NO_TORCH}\nimport sys\nsys.argv = ['ridgeline', *{args!r}]\n"

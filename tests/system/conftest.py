@@ -120,7 +120,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         env=_hosts.base_environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return list(_jobs.losses(run))

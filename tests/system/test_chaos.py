@@ -1,4 +1,4 @@
-"""Five rounds of `benchmarks/chaos.py` on small runs; `make chaos` does fifty on larger ones."""
+"""Rounds of `benchmarks/chaos.py` on small runs; `make chaos` does fifty on larger ones."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--ranks", "2", "--epochs", "4")
+ROUNDS = 2 if os.environ.get("RIDGELINE_TABLES") == "reduced" else 5
 
 
 @pytest.mark.slow
-def test_five_harms_are_survived() -> None:
+def test_harms_are_survived() -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/chaos.py", "--rounds", "5", "--seed", "1", *SMALL],
+        [sys.executable, "benchmarks/chaos.py", "--rounds", str(ROUNDS), "--seed", "1", *SMALL],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=2400,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "5 of 5 survived"
+    assert done.stdout.splitlines()[-1] == f"{ROUNDS} of {ROUNDS} survived"

@@ -55,13 +55,14 @@ def mpi(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Run]:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=720,
             stdin=subprocess.DEVNULL,
         )
 
     return request.param, run
 
 
+@pytest.mark.table(keep=1)
 def test_a_training_under_mpirun_is_the_local_one(
     mpi: tuple[str, Run], tmp_path: Path, reference: list[float]
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_training_under_mpirun_is_the_local_one(
     assert "step 20/20" in done.stdout
 
 
+@pytest.mark.table(keep=1)
 def test_a_script_with_its_own_loop_under_a_bare_mpirun(
     mpi: tuple[str, Run], tmp_path: Path
 ) -> None:
@@ -82,7 +84,7 @@ def test_a_script_with_its_own_loop_under_a_bare_mpirun(
     alone = run([sys.executable, str(script)])
     assert alone.returncode == 0, alone.stderr
     root: dict[str, Any] = {}
-    command = ["mpirun", "-n", "4"]
+    command = ["mpirun", "-n", "2"]
     if kind == "open_mpi":
         command.append("--oversubscribe")
         if os.geteuid() == 0:

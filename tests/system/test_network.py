@@ -44,7 +44,7 @@ def measured(world: Any, num: int) -> NetworkFacts:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = ridgeline("machine", "network", *words)
         started.append(world.popen(rank + 1, command, env=env, **pipes))
-    told = [process.communicate(timeout=120) for process in started]
+    told = [process.communicate(timeout=480) for process in started]
     assert [process.returncode for process in started] == [0] * num, told
     return network_from_dict(json.loads(told[0][0]))
 
@@ -71,7 +71,7 @@ def test_ranks_that_srun_has_started_on_two_nodes(slurm: Any) -> None:
         "--ntasks-per-node=2",
         *ridgeline("machine", "network", *QUICK, "--json"),
     ]
-    done = slurm.run(command, timeout=120)
+    done = slurm.run(command, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = network_from_dict(json.loads(done.stdout))
     assert facts.ranks_per_node == (2, 2)
@@ -80,11 +80,12 @@ def test_ranks_that_srun_has_started_on_two_nodes(slurm: Any) -> None:
     assert ("pairs_at_once", "between") in levels
 
 
+@pytest.mark.thorough
 def test_ranks_that_ridgeline_launch_has_started(hosts: Any, tmp_path: Path) -> None:
     options = ["--scheduler", "ssh", "--hosts", "host1,host2", "--ssh-command", hosts.rsh]
     options += ["--folder", tmp_path / "job", "--"]
     measure = ridgeline("machine", "network", *QUICK, "--out", tmp_path / "machine.json")
-    done = hosts.run(0, ridgeline("launch", *options, *measure), timeout=120)
+    done = hosts.run(0, ridgeline("launch", *options, *measure), timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks on 2 nodes (1, 1 ranks), gloo") == 1
     rows = json.loads((tmp_path / "machine.json").read_text())["network"]

@@ -58,7 +58,7 @@ def launch(python: str, folder: Path, *words: str) -> subprocess.CompletedProces
         env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": f"127.0.0.1:{PORT}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=480,
     )
 
 

@@ -86,6 +86,41 @@ def parts_of(**seconds: float) -> Parts:
     return Parts(seconds, sum(seconds.values()), 100)
 
 
+class OwnData(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """What users have: a class with items."""
+
+    classes = ("a", "b")
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(64), 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("data.threads=4",), "data.threads=4 does nothing for"),
+        (("data.threads=4", "data.prefetch=3"), "data.threads=4 and data.prefetch=3 do nothing"),
+        (("data.threads=4", "data.workers=1"), ""),
+        (("data.threads=4", "data.source=digits"), ""),
+        ((), ""),
+    ],
+)
+def test_settings_that_do_nothing_for_a_data_set_of_ones_own(
+    overrides: tuple[str, ...], said: str
+) -> None:
+    training = training_of(f"data.source={__name__}:OwnData", *overrides)
+    training.close_loaders()
+    found = [note for note in training.notes if "nothing for" in note]
+    assert bool(found) == bool(said)
+    assert not said or (said in found[0] and "data.workers=N" in found[0])
+
+
 # What follows from figures.
 
 ROWS = [supply(0, 100), supply(0, 180, 2), supply(1, 90), supply(2, 175), supply(4, 340)]

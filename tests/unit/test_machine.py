@@ -46,7 +46,7 @@ def test_a_measurement_is_positive_and_quick(precision: str) -> None:
     start = time.perf_counter()
     rate = measure_matmul_flops(torch.device("cpu"), precision)
     assert 1e6 < rate < 1e15
-    assert time.perf_counter() - start < 5.0  # seconds, where a fixed large size takes minutes
+    assert time.perf_counter() - start < 30.0  # seconds, where a fixed large size takes minutes
 
 
 def test_this_machine_in_plain_numbers() -> None:

@@ -9,8 +9,8 @@ from ridgeline.config import RECIPES, find_recipe, load_config, recipe_names
 from ridgeline.data.build import build_sources
 from ridgeline.layout import Layout, check_available, require_layout
 from ridgeline.models import build_model
+from ridgeline.train.checks import check_batch
 from ridgeline.train.run import run_recipe
-from ridgeline.train.setup import check_batch
 from ridgeline.train.tasks import build_task, check_target
 
 SMALL_TEXT = ["data.args.seq_len=16", "data.args.max_bytes=20000"]

@@ -345,7 +345,7 @@ def test_the_weights_wait_for_the_copy(tmp_path: Path) -> None:
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func is torch.Tensor.copy_:
-                cls.gate.wait(10)
+                cls.gate.wait(60)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
@@ -363,7 +363,7 @@ def test_the_weights_wait_for_the_copy(tmp_path: Path) -> None:
     threading.Thread(target=update, daemon=True).start()
     assert not updated.wait(0.3)
     Slow.gate.set()
-    assert updated.wait(10)
+    assert updated.wait(60)
     saver.join()
     (done,) = saver.outcomes()
     assert done.path is not None

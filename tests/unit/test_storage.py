@@ -710,7 +710,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
         assert process.stdout.readline() == "writing\n"
         assert len(list(tmp_path.iterdir())) == 1
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 1
@@ -729,7 +729,7 @@ def test_quick_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 40
     assert "64.0 MiB" in done.stdout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import signal
 from dataclasses import asdict, replace
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import ridgeline.launch.fit
 from ridgeline.errors import RunError
 from ridgeline.launch.failures import RankFailure, first_failure, read_failures, write_failure
 from ridgeline.launch.fit import fit_layout
@@ -41,10 +39,6 @@ from ridgeline.train.stragglers import WINDOW, Stragglers, find_stragglers
 def test_a_layout_fits_fewer_ranks(text: str, batch: int, num_ranks: int, fitted: str) -> None:
     found = fit_layout(Layout.parse(text), batch, num_ranks)
     assert found == (Layout.parse(fitted) if fitted else None)
-
-
-def test_the_example_of_fit_layout() -> None:
-    assert doctest.testmod(ridgeline.launch.fit).failed == 0
 
 
 KILLED = Failed(rank=1, slot=1, step=7, checkpoint="step-5")

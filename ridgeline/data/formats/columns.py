@@ -229,6 +229,8 @@ def field_of_rows(dtype: np.dtype, shape: tuple[int, ...], place: str) -> Field:
 class ColumnShard(Shard):
     """Samples put together from columns."""
 
+    reads_fields_apart = True
+
     def __init__(
         self,
         path: Path,

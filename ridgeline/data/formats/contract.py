@@ -8,8 +8,9 @@ but what stands here.
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +93,8 @@ class Shard:
     path: Path
     schema: Schema
     table: Table
+    reads_fields_apart = False
+    """Whether `read_into` reads one field and leaves the others alone."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -105,6 +108,13 @@ class Shard:
         for place, row in enumerate(rows.tolist()):
             # Numbers alone: out[place] would be a copy.
             out[place, ...] = self.read(row)[name]
+
+    def files(self) -> Iterator[str]:
+        """The files that its samples lie in, in order."""
+        if self.path.is_dir():
+            yield from sorted(entry.path for entry in os.scandir(self.path) if entry.is_file())
+        else:
+            yield str(self.path)
 
     def place(self, row: int) -> str:
         """Where in the file a sample lies, for messages."""

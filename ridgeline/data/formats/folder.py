@@ -7,6 +7,7 @@ Read to be packed, and written by `ridgeline data unpack`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,11 @@ class FolderShard(Shard):
             except ValueError as error:
                 raise self.damaged(row, f"cannot be read: its field {name!r} {error}") from error
         return sample
+
+    def files(self) -> Iterator[str]:
+        for row in range(len(self)):
+            for column in range(len(self._fields)):
+                yield self._file(row, column)
 
     def place(self, row: int) -> str:
         return os.path.basename(self._file(row, 0))

@@ -208,6 +208,8 @@ def _open_environment(path: Path) -> _Environment:
 
 
 class LmdbShard(Shard):
+    reads_fields_apart = True
+
     def __init__(self, path: Path, schema: Schema, table: Table, is_own: bool) -> None:
         self.path = path
         self.schema = schema

@@ -197,6 +197,8 @@ def group_members(
 class MemberShard(Shard):
     """Samples whose fields lie somewhere in one file as they are, each the bytes of a small file."""
 
+    reads_fields_apart = True
+
     def __init__(self, path: Path, schema: Schema, table: Table) -> None:
         assert table.offsets is not None
         assert table.sizes is not None

@@ -304,6 +304,8 @@ class _ArrowGroups:
 class GroupShard(Shard):
     """Rows of a file that is read a group at a time."""
 
+    reads_fields_apart = True
+
     def __init__(
         self, path: Path, schema: Schema, table: Table, groups: Callable[[Path], _Groups], name: str
     ) -> None:

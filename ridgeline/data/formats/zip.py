@@ -79,6 +79,8 @@ class ZipWriter:
 class DeflatedShard(MemberShard):
     """An archive some of whose members have to be unpacked."""
 
+    reads_fields_apart = False
+
     def __init__(self, path: Path, schema: Schema, table: Table) -> None:
         assert table.offsets is not None
         mark = np.uint64(_DEFLATED)

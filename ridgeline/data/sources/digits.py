@@ -6,6 +6,8 @@ download. The split is fixed, so that accuracies of any two runs compare. Built 
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 from ridgeline.data.arguments import choice, flag, whole
 from ridgeline.data.keyed import keyed_bits
 from ridgeline.data.source import SourceInfo
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError
 
 _NATIVE_SIZE = 8
 _HOLD_OUT_EVERY = 5
@@ -70,16 +72,9 @@ def build_digits(
     size = whole("digits", "size", size)
     augment = flag("digits", "augment", augment)
     channels = choice("digits", "channels", channels, (1, 3))
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise UsageError(
-            "source 'digits' in data.source needs scikit-learn, which holds the images: "
-            "pip install 'ridgeline[demo]'"
-        ) from error
-    bunch = load_digits()
-    labels = bunch.target.astype(np.int64)
-    images = torch.from_numpy(bunch.images.astype(np.float32))[:, None] / 16.0
+    table = _read_table()
+    labels = table[:, -1].astype(np.int64)
+    images = torch.from_numpy(table[:, :-1].reshape(-1, 1, _NATIVE_SIZE, _NATIVE_SIZE)) / 16.0
     if size != _NATIVE_SIZE:
         images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
     held_out = _held_out(labels)
@@ -91,6 +86,27 @@ def build_digits(
         Digits(pixels[~held_out], labels[~held_out], background, seed, augment),
         Digits(pixels[held_out], labels[held_out], background, seed, augment=False),
     )
+
+
+def _read_table() -> np.ndarray:
+    """A row an image: its 64 pixels of 0 to 16, and its label.
+
+    Read from scikit-learn's file itself: importing scikit-learn and the scipy that it loads would take
+    every rank longer than its first hundred steps.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise UsageError(
+            "source 'digits' in data.source needs scikit-learn, which holds the images: "
+            "pip install 'ridgeline[demo]'"
+        )
+    path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    try:
+        return np.loadtxt(path, delimiter=",", dtype=np.float32)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"source 'digits' cannot be read from {path} ({error}): install scikit-learn again"
+        ) from error
 
 
 def _held_out(labels: np.ndarray) -> np.ndarray:

@@ -275,10 +275,10 @@ class _Fields:
             )
         self.is_image = schema[self.input].kind == "bytes"
         self.dali = DaliDecoder(size, crop) if self.is_image and decoder == "dali" else None
-        if self.is_image and self.dali is None:
-            require_pillow("packed")
-        else:
+        if not self.is_image:
             _check_type(dataset, self.input)
+        elif self.dali is None:
+            require_pillow("packed")
         self.target = target_name or _pick(schema, _TARGETS)
         if self.target is not None and self.target not in schema:
             raise UsageError(

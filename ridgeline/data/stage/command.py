@@ -25,10 +25,11 @@ def stage_command(
     """Stage on this node and say where; without `keep` the copy stays only until room is needed."""
     staged = _stage_with_bar(source, to, keep, show=not as_json and sys.stderr.isatty())
     problems = staged.verify() if verify else []
+    read = f"; {human_bytes(staged.total_bytes)} read again, as it was copied"
     if as_json:
         print(json.dumps({**_facts(staged), "problems": problems}, indent=2))
     else:
-        print(staged.describe())
+        print(staged.describe() + (read if verify and staged.is_local and not problems else ""))
         if staged.reason:
             print(f"chosen: {staged.reason}")
     if problems:
@@ -59,7 +60,8 @@ def clean_command(where: str = AUTO, everything: bool = False, as_json: bool = F
         print(json.dumps(removed, indent=2))
         return
     size = human_bytes(sum(row["bytes"] for row in removed))
-    print(f"removed {len(removed)} copies, {size}")
+    copies_word = "copy" if len(removed) == 1 else "copies"
+    print(f"removed {len(removed)} {copies_word}, {size}")
 
 
 def _stage_with_bar(source: Path, to: str, keep: bool, show: bool) -> Staged:

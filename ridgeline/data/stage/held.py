@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -26,13 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.data.stage.crc import combine
-from ridgeline.data.stage.plan import Listing
+from ridgeline.data.stage.plan import Beat, Listing
 from ridgeline.data.stage.problem import StageProblem
 from ridgeline.data.stage.users import User, alive, this_boot
 from ridgeline.launch.ranks import write_aside
 
 _RECORD, _LISTING, _USERS, _KEEP = "record.json", "listing.json", "users.json", "keep"
 _GONE = ".gone"
+_PIECE_BYTES = 4 * 2**20
+_JOURNAL_LINE = re.compile(rb"^([0-9]{1,18}) ([0-9a-f]{8})\n", re.MULTILINE)
 
 
 def base_folder(where: Path) -> Path:
@@ -138,13 +141,16 @@ class Held:
             return value if isinstance(value, dict) else None
         return None
 
-    def check(self, listing: Listing, every_byte: bool = False) -> list[str]:
+    def check(
+        self, listing: Listing, every_byte: bool = False, beat: Beat = lambda: None
+    ) -> list[str]:
         """What is wrong with a copy that has a record: sizes, and on demand the CRC32 of each file."""
         record, problems = self.record(), []
         if record is None or record.get("key") != listing.key:
             return ["it has no record"]
         for file, crc in zip(listing.files, record["crcs"], strict=True):
             path = self.root(listing) / file.name
+            beat()
             try:
                 size = path.lstat().st_size
             except OSError:
@@ -152,14 +158,14 @@ class Held:
                 continue
             if size != file.size:
                 problems.append(f"{path} has {size} bytes instead of {file.size}")
-            elif every_byte and _crc_of(path) != crc:
+            elif every_byte and _crc_of(path, beat) != crc:
                 problems.append(f"{path} does not have the CRC32 that was copied")
         return problems
 
     def was_of_this_boot(self) -> bool:
         return (self.record() or {}).get("boot") == this_boot()
 
-    def prepare(self, listing: Listing) -> dict[int, int]:
+    def prepare(self, listing: Listing, beat: Beat = lambda: None) -> dict[int, int]:
         """Make or go on with a copy that is not whole. The blocks that are there, read again, with
         their CRC32."""
         for folder in ("parts", "journal", "data"):
@@ -169,11 +175,12 @@ class Held:
             (self.root(listing) / name).mkdir(parents=True, exist_ok=True)
         write_aside(self.folder / _LISTING, listing.to_json())
         journals = list((self.folder / "journal").iterdir())
-        there = {
-            block: crc
-            for block, crc in self.journaled().items()
-            if block < listing.num_blocks and self._has(listing, block, crc)
-        }
+        there = {}
+        for block, crc in self.journaled().items():
+            if block < listing.num_blocks and self._has(listing, block, crc):
+                there[block] = crc
+            beat()
+        self._take_names_back(listing, there, beat)
         text = "".join(f"{block} {crc:08x}\n" for block, crc in there.items())
         self.journal_file(0).write_text(text)
         for journal in journals:
@@ -181,14 +188,25 @@ class Held:
         return there
 
     def journaled(self) -> dict[int, int]:
-        """Blocks and CRC32 of all journals; a line that was cut off is passed over."""
+        """Blocks and CRC32 of all journals; a line that was cut off or damaged is passed over."""
         found: dict[int, int] = {}
         for path in sorted((self.folder / "journal").iterdir()):
-            for line in path.read_text().splitlines(keepends=True):
-                words = line.split()
-                if line.endswith("\n") and len(words) == 2:
-                    found[int(words[0])] = int(words[1], 16)
+            for block, crc in _JOURNAL_LINE.findall(path.read_bytes()):
+                found[int(block)] = int(crc, 16)
         return found
+
+    def _take_names_back(self, listing: Listing, there: dict[int, int], beat: Beat) -> None:
+        """A file that has its name and yet is not whole becomes a part again; it would be passed over."""
+        for number, file in enumerate(listing.files):
+            whole, part = self.root(listing) / file.name, self.part(number)
+            with suppress(FileNotFoundError):
+                size = whole.stat().st_size
+                if size != file.size or any(b not in there for b in listing.blocks_of(number)):
+                    whole.replace(part)
+            with suppress(FileNotFoundError):
+                if part.stat().st_size > file.size:
+                    os.truncate(part, file.size)
+            beat()
 
     def journal_bytes(self) -> int:
         """Grows with every block, whoever copies it."""
@@ -331,9 +349,10 @@ def remove_leftovers(base: Path, but: str = "", kept: bool = False) -> list[str]
     return removed
 
 
-def _crc_of(path: Path) -> int:
+def _crc_of(path: Path, beat: Beat) -> int:
     crc = 0
     with path.open("rb", buffering=0) as file:
-        while data := file.read(4 * 2**20):
+        while data := file.read(_PIECE_BYTES):
             crc = zlib.crc32(data, crc)
+            beat()
     return crc

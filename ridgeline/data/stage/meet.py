@@ -68,6 +68,7 @@ class Meeting:
     def __init__(self, place: NodePlace, source: Path) -> None:
         self.place = place
         self._folder: Path | None = None
+        self._beaten = 0.0
         if place.local_world_size == 1:
             return
         name = "\0".join((socket.gethostname(), place.job, str(place.node), str(source)))
@@ -91,9 +92,11 @@ class Meeting:
         return None
 
     def beat(self) -> None:
-        """The first rank shows that it is at work."""
-        if self._folder is not None:
+        """The first rank shows that it is at work; more often than the others look is of no use."""
+        now = time.monotonic()
+        if self._folder is not None and now - self._beaten >= _POLL_S:
             (self._folder / _BEAT).touch()
+            self._beaten = now
 
     def is_stopped(self) -> bool:
         return self._folder is not None and (self._folder / STOP).exists()
@@ -115,11 +118,15 @@ class Meeting:
             patience.wait()
 
     def from_others(self, name: str, limit_s: float, token: Callable[[], Any]) -> list[Any]:
-        """What each of the other ranks says, in their order."""
+        """What each of the other ranks says, in their order; None of one that left without a word."""
         patience = Patience(limit_s, "another rank of this node", token)
         said = []
         for rank in range(1, self.place.local_world_size):
-            while (value := self.heard(f"{name}-{rank}")) is None:
+            while True:
+                has_left = self._has_left(rank)  # first, for its last word comes before
+                value = self.heard(f"{name}-{rank}")
+                if value is not None or has_left:
+                    break
                 here = self.heard(f"here-{rank}")
                 if here is not None and not User(**here).is_alive():
                     raise StageProblem(f"local rank {rank} died while it staged the data")
@@ -136,6 +143,9 @@ class Meeting:
             (self._folder / f"left-{self.place.local_rank}").touch()
             if len(list(self._folder.glob("left-*"))) == self.place.local_world_size:
                 shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _has_left(self, rank: int) -> bool:
+        return self._folder is not None and (self._folder / f"left-{rank}").exists()
 
     def _last_beat(self) -> float:
         assert self._folder is not None

@@ -13,7 +13,7 @@ import json
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -23,6 +23,8 @@ from ridgeline.data.stage.problem import StageProblem
 from ridgeline.errors import UsageError
 
 BLOCK_BYTES = 4 * 2**20
+Beat = Callable[[], None]
+"""Called again and again by what takes long, so that others see that it goes on."""
 _RUNS_A_WORKER = 4
 """A large file is cut so that each worker gets about so many pieces, and the last end together."""
 
@@ -119,7 +121,7 @@ class Listing:
         )
 
 
-def list_source(source: Path, block_bytes: int = BLOCK_BYTES) -> Listing:
+def list_source(source: Path, block_bytes: int = BLOCK_BYTES, beat: Beat = lambda: None) -> Listing:
     """Everything under `source`, which may be a file; the path itself may be a link, as it was named."""
     real = Path(os.path.realpath(source))
     name = Path(os.path.abspath(source)).name or "root"
@@ -134,7 +136,7 @@ def list_source(source: Path, block_bytes: int = BLOCK_BYTES) -> Listing:
         return Listing(str(real.parent), name, True, (file,), (), (), block_bytes)
     if not stat.S_ISDIR(mode):
         raise UsageError(f"cannot stage {source}: it is neither a file nor a folder")
-    walk = _Walk(real)
+    walk = _Walk(real, beat)
     walk.enter("")
     return Listing(
         str(real),
@@ -150,8 +152,8 @@ def list_source(source: Path, block_bytes: int = BLOCK_BYTES) -> Listing:
 class _Walk:
     """Goes through a tree; links are looked at, never walked along."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, beat: Beat) -> None:
+        self.root, self.beat = root, beat
         self.files: list[SourceFile] = []
         self.folders: list[tuple[str, int]] = []
         self.links: list[tuple[str, str]] = []
@@ -166,6 +168,7 @@ class _Walk:
                         name = f"{folder}/{entry.name}" if folder else entry.name
                         if self._take(entry, name):
                             left.append(name)
+                        self.beat()
             except OSError as error:
                 raise StageProblem(f"cannot list {self.root / folder}: {error.strerror}") from error
 

@@ -150,7 +150,7 @@ class _Call:
 def _lead(call: _Call, group: ProcessGroup | None) -> Staged:
     try:
         if group is None:
-            staged = _lead_node(call, list_source(call.source))
+            staged = _lead_node(call, list_source(call.source, beat=call.meeting.beat))
         else:
             staged = _lead_job(call, group)
     except UsageError as error:
@@ -178,7 +178,7 @@ def _lead_node(call: _Call, listing: Listing) -> Staged:
         patience.wait()
 
     with held.locked(wait):
-        there = _open(held, listing)
+        there = _open(call, held, listing)
         if there is None:
             _add_users(call, held, listing, None)
             return call.staged(held, listing, f"there already, in {held.base.parent}")
@@ -198,7 +198,7 @@ def _lead_job(call: _Call, group: ProcessGroup) -> Staged:
     none waits for a lock while others wait for it."""
     from ridgeline.data.stage.share import agree_on_listing, exchange
 
-    listing = agree_on_listing(lambda: list_source(call.source), group)
+    listing = agree_on_listing(lambda: list_source(call.source, beat=call.meeting.beat), group)
     with ExitStack() as stack:
         node = _open_for_exchange(call, listing, stack)
         every = set(range(listing.num_blocks))
@@ -267,7 +267,7 @@ def _open_for_exchange(call: _Call, listing: Listing, stack: ExitStack) -> _Node
         held, reason = _choose(call, listing)
         if not stack.enter_context(held.locked_if_free()):
             return _Node(busy=True)
-        there = _open(held, listing)
+        there = _open(call, held, listing)
         if there is None:
             return _Node(held, is_whole=True, reason=reason)
         _missing(held, listing, there)
@@ -293,18 +293,19 @@ def _choose(call: _Call, listing: Listing) -> tuple[Held, str]:
     return Held(base, listing.key), f"{chosen.name}: {chosen.reason}"
 
 
-def _open(held: Held, listing: Listing) -> dict[int, int] | None:
+def _open(call: _Call, held: Held, listing: Listing) -> dict[int, int] | None:
     """None for a whole copy, else the blocks of it that are there. One that was damaged is not used:
     it goes, unless somebody else still reads it."""
     if held.record() is not None:
         # What was not yet on disk when the machine went down is lost, whatever the record says.
-        problems = held.check(listing, every_byte=not held.was_of_this_boot())
+        every_byte = not held.was_of_this_boot()
+        problems = held.check(listing, every_byte, call.meeting.beat)
         if not problems:
             return None
         if held.users():
             raise StageProblem(f"the copy that is there is damaged, and in use: {problems[0]}")
         held.clear()
-    return held.prepare(listing)
+    return held.prepare(listing, call.meeting.beat)
 
 
 def _missing(held: Held, listing: Listing, there: dict[int, int]) -> list[int]:
@@ -317,7 +318,8 @@ def _missing(held: Held, listing: Listing, there: dict[int, int]) -> list[int]:
 
 
 def _add_users(call: _Call, held: Held, listing: Listing, work: list[list[Run]] | None) -> None:
-    """Have the ranks of this node do their work, if there is any, and enter them all as users."""
+    """Have the ranks of this node do their work, if there is any, and enter them all as users. What was
+    meant for one that has given up is done here."""
     meeting, ranks = call.meeting, call.meeting.place.local_world_size
     runs = [[(run.first, run.stop) for run in mine] for mine in work or [[] for _ in range(ranks)]]
     meeting.say(GO, {"base": str(held.base), "key": held.key, "work": runs})
@@ -329,13 +331,17 @@ def _add_users(call: _Call, held: Held, listing: Listing, work: list[list[Run]] 
         error = problem
         meeting.say(STOP, sentence(problem))
     answers = meeting.from_others("done", call.limit_s, held.journal_bytes)
-    failed = [answer for answer in answers if answer["problem"]]
+    present = [answer for answer in answers if answer is not None]
+    failed = [answer for answer in present if answer["problem"]]
     if error is not None:
         raise error
     if failed:
         kind = SourceChanged if failed[0]["useless"] else StageProblem
         raise kind(failed[0]["problem"])
-    held.add_users([call.user, *(User(**answer["user"]) for answer in answers)], call.keep)
+    for rank, answer in enumerate(answers, start=1):
+        if answer is None and work is not None:
+            _copy(call, held, listing, work[rank])
+    held.add_users([call.user, *(User(**answer["user"]) for answer in present)], call.keep)
 
 
 def _discard_if_useless(held: Held, error: Exception) -> None:

@@ -1,7 +1,8 @@
 """Who uses a copy: processes, told from others that later got the same number.
 
 Kept in a file of the copy and changed only under its lock (`held.py`). A process that was killed counts
-no more; one of another host or container cannot be looked up from here and counts as alive.
+no more, nor does one from before this host was started again; one of another host or container cannot
+be looked up from here and counts as alive.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
+_UNKNOWN = "-"
+
 
 @dataclass(frozen=True)
 class User:
@@ -20,19 +23,25 @@ class User:
     started: float
     """When the process began, as the system counts it."""
     world: str
-    """Where `pid` means something: host, boot and the namespace of process numbers."""
+    """Where `pid` means something: host/boot/namespace of process numbers."""
 
     def is_alive(self) -> bool:
         import psutil
 
         if self.world != this_world():
-            return True
+            return not self._is_of_an_earlier_boot()
         try:
             process = psutil.Process(self.pid)
             ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
             return not ended and abs(process.create_time() - self.started) < 1.0
         except psutil.Error:
             return False
+
+    def _is_of_an_earlier_boot(self) -> bool:
+        """Whether it is of this host, which was started again since."""
+        host, boot, _ = _parts(self.world)
+        here, now, _ = _parts(this_world())
+        return host == here and boot != now and _UNKNOWN not in (boot, now)
 
 
 def this_process() -> User:
@@ -43,7 +52,7 @@ def this_process() -> User:
 
 @cache
 def this_world() -> str:
-    namespace = "-"
+    namespace = _UNKNOWN
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
     return f"{socket.gethostname()}/{this_boot()}/{namespace}"
@@ -54,7 +63,13 @@ def this_boot() -> str:
     """Changes when the machine starts again; after that, what was not yet on disk is lost."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
-    return "-"
+    return _UNKNOWN
+
+
+def _parts(world: str) -> tuple[str, str, str]:
+    """Host, boot and namespace; what somebody else wrote may have fewer."""
+    parts = (*world.split("/", 2), _UNKNOWN, _UNKNOWN)
+    return parts[0], parts[1], parts[2]
 
 
 def alive(users: Iterable[User]) -> list[User]:

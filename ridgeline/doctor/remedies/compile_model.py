@@ -2,7 +2,7 @@
 
 A model of many blocks is compiled block by block first: one block's code serves all of them, so that every
 further state of the climb starts in a fraction of the time. The whole in one piece, which can fuse across
-blocks, is a remedy of its own after that.
+blocks and lets a graph do without copies between them, is a remedy of its own after that.
 """
 
 from __future__ import annotations
@@ -62,5 +62,4 @@ WHOLE = Remedy(
     ),
     change=lambda config: ["tune.compile_mode=default"],
     risk="order",
-    slow=True,
 )

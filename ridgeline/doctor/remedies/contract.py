@@ -83,6 +83,10 @@ class Remedy:
     members: tuple[str, ...] = ()
     """Names of the remedies that it is made of, for one of many together."""
 
+    @property
+    def costs_digits(self) -> bool:
+        return self.risk == "rounding"
+
 
 def amdahl(step: Step, saved_s: float) -> float:
     """The factor that saving so many seconds of the step is."""

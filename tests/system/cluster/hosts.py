@@ -161,7 +161,7 @@ class Hosts:
         argv: Sequence[str],
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
-        timeout: float = 120,
+        timeout: float = 480,
         check: bool = False,
         stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:

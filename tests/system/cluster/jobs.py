@@ -14,6 +14,7 @@ from .hosts import wait_until
 
 TRAINING = (
     "digits",
+    "model={name: 'tests.system.cluster.slow:Net', args: {}}",
     "schedule={name: constant}",
     "train.target={}",
     "train.eval_samples=0",
@@ -70,7 +71,7 @@ def rank_logs(folder: Path, num: int) -> list[str]:
     return [(folder / "logs" / f"rank-{rank}.out").read_text() for rank in range(num)]
 
 
-def gone(cluster: Any, words: Sequence[str], timeout_s: float = 15) -> None:
+def gone(cluster: Any, words: Sequence[str], timeout_s: float = 75) -> None:
     """Wait until no host has a process with one of these words in its command."""
     left: dict[str, Any] = {}
 

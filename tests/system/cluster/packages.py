@@ -43,7 +43,7 @@ def need_namespaces() -> None:
         raise Missing("hosts are made of namespaces, which takes root; run these tests as root")
     need_programs(["ip", "unshare", "nsenter", "setpriv"], ["iproute2", "util-linux"])
     kinds = ["--net", "--uts", "--pid", "--mount", "--fork", "--mount-proc"]
-    done = subprocess.run(["unshare", *kinds, "true"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["unshare", *kinds, "true"], capture_output=True, text=True, timeout=150)
     if done.returncode != 0:
         raise Missing(
             f"this machine gives root no namespaces ({done.stderr.strip()}); in a container, start it "

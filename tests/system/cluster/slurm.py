@@ -77,7 +77,7 @@ class Slurm:
         # Values may have blanks in them, so each goes up to the next name.
         return dict(re.findall(r"(\S+?)=(.*?)(?= [\w/:]+=|$)", said.splitlines()[0]))
 
-    def wait_for(self, job: str, *states: str, timeout_s: float = 120) -> dict[str, str]:
+    def wait_for(self, job: str, *states: str, timeout_s: float = 480) -> dict[str, str]:
         """Wait until the job is in one of these states, or over; what Slurm says then."""
         wanted = states or OVER
         seen: dict[str, str] = {}
@@ -97,7 +97,7 @@ class Slurm:
         return seen
 
     def wait_until(
-        self, job: str, what: str, test: Callable[[], Any], timeout_s: float = 90
+        self, job: str, what: str, test: Callable[[], Any], timeout_s: float = 360
     ) -> None:
         """Wait for something that a job does; fails at once when the job is over before."""
 
@@ -124,7 +124,7 @@ class Slurm:
         said = self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"], check=True).stdout
         return dict(line.split() for line in said.splitlines())
 
-    def wait_idle(self, timeout_s: float = 60) -> None:
+    def wait_idle(self, timeout_s: float = 240) -> None:
         """Until every node is there and has nothing to do."""
 
         def idle() -> bool:
@@ -164,7 +164,7 @@ class Slurm:
             state = self.node_states()[node]
             return not any(word in state for word in ("down", "unknown", "*"))
 
-        wait_until(f"Slurm to see {node}", seen, 60, 0.25)
+        wait_until(f"Slurm to see {node}", seen, 300, 0.25)
 
     def recover(self) -> None:
         """For the next test: no job, and every node there and idle."""
@@ -189,7 +189,7 @@ class Slurm:
             f"--socket={socket}",
         ]
         self._daemon(0, [*command, *options], "munged")
-        wait_until("munged", lambda: socket.exists() and stat.S_ISSOCK(socket.stat().st_mode), 20)
+        wait_until("munged", lambda: socket.exists() and stat.S_ISSOCK(socket.stat().st_mode), 100)
 
     def _start_slurmd(self, index: int) -> None:
         node = self.hosts.names[index]

@@ -30,7 +30,7 @@ def start_sshd(hosts: Hosts) -> Path:
             "-f",
             str(folder / name),
         ]
-        subprocess.run(command, check=True, timeout=30)
+        subprocess.run(command, check=True, timeout=150)
     (folder / "authorized").write_text((folder / "user_key.pub").read_text())
     key = (folder / "host_key.pub").read_text()
     known = "".join(f"{name},{hosts.address(i)} {key}" for i, name in enumerate(hosts.names))
@@ -74,8 +74,8 @@ def start_one(hosts: Hosts, index: int) -> None:
     client = ["ssh", "-F", str(folder / "ssh_config"), hosts.names[index], "true"]
     wait_until(
         f"sshd on {hosts.names[index]}",
-        lambda: hosts.run(0, client, timeout=20).returncode == 0,
-        20,
+        lambda: hosts.run(0, client, timeout=100).returncode == 0,
+        100,
     )
 
 

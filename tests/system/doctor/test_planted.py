@@ -138,7 +138,7 @@ def test_the_fault_between_ranks_is_named(name: str) -> None:
     for _ in range(TRIES):
         ranks = Ranks(2)
         try:
-            first, *others = ranks(module._measure_rank, str(PLANTED), name, timeout_s=60.0)
+            first, *others = ranks(module._measure_rank, str(PLANTED), name, timeout_s=240)
         finally:
             ranks.close()
         verdict = judge(first, others)

@@ -183,7 +183,7 @@ def test_what_is_asked_for_is_read_before_it_is_wanted(name: str, tmp_path: Path
     shard, files, samples = write_large(name, tmp_path)
     one, before = LARGE, in_memory(files)
     shard.ahead(5, 6)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     while in_memory(files) < before + one and time.monotonic() < until:
         time.sleep(0.02)
     # All of one, and not of the others.

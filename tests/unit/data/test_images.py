@@ -1,5 +1,7 @@
 """Folders of images: how they are found, split and decoded, and what is said when they are not."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -111,12 +113,16 @@ def test_corrupt_image_is_named(tmp_path):
 
 
 def test_missing_extra_is_named(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(UsageError, match=r"ridgeline\[images\]"):
         build_sources("images", {"path": "."}, 0)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"ridgeline\[demo\]"):
         build_sources("digits", {}, 0)
+
+
+def test_digits_are_read_without_loading_what_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # an import of it fails
+    train, held_out = build_sources("digits", {}, 0)
+    assert (len(train), len(held_out)) == (1442, 355)

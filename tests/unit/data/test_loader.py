@@ -14,7 +14,7 @@ from PIL import Image
 
 from ridgeline.data.build import build_sources
 from ridgeline.data.loader import Loader
-from ridgeline.data.order import epoch_order
+from ridgeline.data.order import Blocks, epoch_order
 from ridgeline.data.source import DatasetSource
 from ridgeline.errors import RunError, UsageError
 
@@ -155,6 +155,67 @@ def test_ranks_together_give_the_batch_of_one():
         assert torch.equal(torch.cat(parts), alone.inputs[0])
 
 
+class Asked:
+    """Remembers what it is asked for ahead, and what is read."""
+
+    info = None
+
+    def __init__(self):
+        self.asked, self.read = set(), set()
+
+    def __len__(self):
+        return 203
+
+    def ahead(self, first, last):
+        self.asked |= set(range(first, last))
+
+    def fetch(self, indices, epoch):
+        assert self.asked >= set(indices.tolist())
+        self.read |= set(indices.tolist())
+        return torch.from_numpy(indices), torch.from_numpy(indices)
+
+
+@pytest.mark.parametrize("batch", [5, 24, 100])
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_rank_asks_ahead_for_what_it_reads_and_no_more(batch, pairs, start):
+    blocks = Blocks(block=8, window=32)
+    loaders = [
+        Loader(Asked(), batch=batch, rank=rank, world=3, blocks=blocks, pairs=pairs, prefetch=0)
+        for rank in range(3)
+    ]
+    order = epoch_order(203, 0, 2, True, blocks)[start * batch :]
+    parts = []
+    for loader in loaders:
+        parts.append([made.inputs[0][: made.counts[0]] for made in loader.epoch(2, start)])
+        assert loader.source.asked == loader.source.read
+        assert pairs or len(loader.source.read) < 100
+    if not pairs:  # else mates lie among them
+        read = torch.cat([part for dealt in zip(*parts, strict=True) for part in dealt])
+        assert read.tolist() == order.tolist()
+
+
+def test_windows_are_asked_for_one_ahead():
+    source = Asked()
+    batches = Loader(
+        source, batch=8, rank=1, world=2, blocks=Blocks(block=8, window=32), prefetch=0
+    ).epoch(0)
+    next(batches)
+    assert len(source.asked) == 32  # half of two windows
+    for _ in range(4):
+        next(batches)
+    assert len(source.asked) == 48
+
+
+def test_ranks_of_one_node_ask_for_whole_blocks():
+    source = Asked()
+    loader = Loader(
+        source, batch=8, world=2, blocks=Blocks(block=8, window=32), one_node=True, prefetch=0
+    )
+    list(loader.epoch(0))
+    assert source.asked == set(range(203))
+
+
 def test_filler_counts_nothing():
     loader = Loader(digits(), batch=2, rank=3, world=4)
     batch = next(loader.epoch(0))
@@ -200,14 +261,14 @@ def test_prefetch_reads_no_further_than_asked():
 
 
 def test_thread_reads_while_the_step_runs():
-    source = Failing(delay_s=0.05)
+    source = Failing(delay_s=0.2)
     batches = Loader(source, batch=1, shuffle=False, prefetch=3).epoch(0)
     next(batches)
-    time.sleep(0.4)
+    time.sleep(1.2)
     start_s = time.perf_counter()
     for _ in range(3):
         next(batches)
-    assert time.perf_counter() - start_s < 0.04
+    assert time.perf_counter() - start_s < 0.3  # three reads take 0.6
     batches.close()
 
 

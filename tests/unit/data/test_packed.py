@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import sys
 import threading
+import zipfile
 from itertools import chain
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,7 +14,9 @@ import torch
 from PIL import Image
 
 from ridgeline.data.build import build_sources
+from ridgeline.data.dali import DaliDecoder
 from ridgeline.data.dataset import DATASET, open_dataset
+from ridgeline.data.formats import folder, members, tfrecord
 from ridgeline.data.formats.contract import schema_of
 from ridgeline.data.formats.table import FORMATS
 from ridgeline.data.loader import Loader
@@ -91,6 +96,34 @@ def test_every_sample_once_in_one_order(name, workers, stored):
     for world in (1, 2, 3, 4):
         assert global_batches(source, world, workers, loader=loader) == alone
     loader.close()
+
+
+@pytest.mark.parametrize("name", ["tfrecord", "folder", "deflated"])
+def test_samples_that_are_read_whole_are_read_once(name, stored, tmp_path, monkeypatch):
+    """Not once for the input and again for the target."""
+    path, num_fields = stored / name, 2
+    if name == "deflated":
+        path = tmp_path / "one.zip"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file in sorted((stored / "folder").glob("*/*.npy")):
+                archive.write(file, file.name)
+    reads = []
+
+    def counted(function):
+        return lambda *args, **options: reads.append(args) or function(*args, **options)
+
+    if name == "tfrecord":
+        num_fields = 1
+        monkeypatch.setattr(tfrecord, "pread", counted(tfrecord.pread))
+    elif name == "folder":
+        monkeypatch.setattr(folder, "open", counted(open), raising=False)
+    else:
+        monkeypatch.setattr(members.MemberShard, "_pread", counted(members.MemberShard._pread))
+    dataset = open_dataset(path)
+    batch = dataset.read_batch(np.array([7, 3, 40, 21]), ["x", "y"])
+    assert len(reads) == 4 * num_fields
+    assert batch["x"][:, 0, 0].tolist() == [7, 3, 40, 21]
+    assert batch["y"].tolist() == [2, 3, 0, 1]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -283,6 +316,20 @@ def test_dali_decodes_nearly_as_pillow(photos):
     )
     assert pillow.shape == dali.shape == (6, 3, 24, 24)
     assert (pillow.float() - dali.float()).abs().mean() < 2.0
+
+
+def test_dali_needs_no_type_of_the_images(photos, monkeypatch):
+    """Without DALI: a module of its name, and a decoder that gives black images."""
+    monkeypatch.setitem(sys.modules, "nvidia", ModuleType("nvidia"))
+    monkeypatch.setitem(sys.modules, "nvidia.dali", ModuleType("nvidia.dali"))
+    monkeypatch.setattr(
+        DaliDecoder, "__call__", lambda self, images: np.zeros((len(images), 24, 24, 3), np.uint8)
+    )
+    args = {"path": str(photos), "size": 24, "pixels": "bytes", "holdout": 0, "decoder": "dali"}
+    images, labels = build_sources("packed", args, 0)[0].fetch(np.arange(6), 0)
+    assert images.shape == (6, 3, 24, 24)
+    assert not images.any()
+    assert labels.tolist() == [0] * 6
 
 
 def test_dali_has_to_be_there(photos):

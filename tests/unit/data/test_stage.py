@@ -13,17 +13,22 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ridgeline.data.stage import copy as copying
+from ridgeline.data.stage import held as holding
+from ridgeline.data.stage import plan as planning
 from ridgeline.data.stage import run as running
+from ridgeline.data.stage import users as using
 from ridgeline.data.stage import where as placing
 from ridgeline.data.stage.crc import combine
-from ridgeline.data.stage.held import base_folder, copies, remove_leftovers
+from ridgeline.data.stage.held import Held, base_folder, copies, remove_leftovers
 from ridgeline.data.stage.meet import NodePlace
 from ridgeline.data.stage.plan import Listing, list_source, plan_sendings, plan_workers
+from ridgeline.data.stage.problem import StageProblem
 from ridgeline.data.stage.run import Staged, stage
 from ridgeline.data.stage.where import Mount, human_bytes, look, mount_of, read_mounts
 from ridgeline.errors import RunError, UsageError
@@ -35,7 +40,9 @@ ALONE = NodePlace()
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "list_source", lambda source: list_source(source, BLOCK))
+    monkeypatch.setattr(
+        running, "list_source", lambda source, **more: list_source(source, BLOCK, **more)
+    )
     monkeypatch.setattr(placing, "MARGIN_BYTES", 4096)
 
 
@@ -306,6 +313,80 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(
     assert staged.verify() == []
 
 
+def cut_off(source: Path, disk: Path, name: str) -> Held:
+    """A copy that ended before it came to a file."""
+    plain = copying.SharedReader.read
+
+    def read(self: copying.SharedReader, block: int) -> bytes:
+        file = self._listing.files[self._listing.locate(block)[0]]
+        if file.name == name:
+            raise StageProblem("cut off")
+        return plain(self, block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying.SharedReader, "read", read)
+        assert stage(source, disk, place=ALONE).reason == "cut off"
+    (held,) = copies(base_folder(disk))
+    return held
+
+
+def flip(file: Path, place: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        (value,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([value ^ 1]))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "longer"])
+def test_a_damaged_file_with_its_name_is_mended_when_the_copy_goes_on(
+    source: Path, disk: Path, damage: str
+) -> None:
+    (source / "a.bin").write_bytes(os.urandom(3 * BLOCK + 5))
+    held = cut_off(source, disk, "train/a/7.bin")
+    root = held.root(held.listing())
+    assert (root / "a.bin").read_bytes() == (source / "a.bin").read_bytes()
+    assert not (root / "train" / "a" / "7.bin").exists()
+    if damage == "flipped":
+        flip(root / "a.bin", BLOCK + 7)
+    elif damage == "shorter":
+        os.truncate(root / "a.bin", BLOCK + 7)
+    else:
+        with (root / "a.bin").open("ab") as opened:
+            opened.write(b"more")
+    staged = stage(source, disk, place=ALONE)
+    assert staged.is_local, staged.reason
+    assert tree(staged.path) == tree(source)
+    assert staged.read_bytes < 4 * BLOCK, "of that file, only what was damaged"
+    assert staged.verify() == []
+
+
+def test_files_whose_record_was_lost_are_copied_again(source: Path, disk: Path) -> None:
+    staged = stage(source, disk, place=ALONE, keep=True)
+    staged.release()
+    (held,) = copies(base_folder(disk))
+    (held.folder / "record.json").write_bytes(b"\0" * 100)
+    flip(staged.path / "large.bin", BLOCK + 7)
+    again = stage(source, disk, place=ALONE)
+    assert again.read_bytes == again.total_bytes
+    assert tree(again.path) == tree(source)
+    assert again.verify() == []
+
+
+@pytest.mark.parametrize("rubbish", [b"\0\0\0 7\n", b"3 zz\n", b"-3 0000beef\n", b"\xff \xfe\n"])
+def test_what_is_no_line_of_a_journal_is_passed_over(
+    source: Path, disk: Path, rubbish: bytes
+) -> None:
+    held = cut_off(source, disk, "train/a/7.bin")
+    blocks = held.journaled()
+    (journal, *_) = (held.folder / "journal").iterdir()
+    journal.write_bytes(rubbish + journal.read_bytes() + rubbish + b"5 0a")
+    assert held.journaled() == blocks
+    staged = stage(source, disk, place=ALONE)
+    assert tree(staged.path) == tree(source)
+    assert staged.read_bytes < BLOCK
+
+
 def test_bytes_are_checked_on_demand_and_sizes_always(source: Path, disk: Path) -> None:
     staged = stage(source, disk, place=ALONE, keep=True)
     file = staged.path / "large.bin"
@@ -337,6 +418,44 @@ def test_after_a_reboot_every_byte_is_read(
     again = stage(source, disk, place=ALONE)
     assert again.read_bytes == again.total_bytes
     assert tree(again.path) == tree(source)
+
+
+def test_after_a_reboot_users_from_before_keep_nothing(
+    source: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = stage(source, disk, place=ALONE)
+    flip(staged.path / "large.bin", BLOCK + 7)
+    (held,) = copies(base_folder(disk))
+    assert len(held.users()) == 1
+    host, _, namespace = using.this_world().split("/")
+    monkeypatch.setattr("ridgeline.data.stage.held.this_boot", lambda: "another")
+    monkeypatch.setattr(using, "this_world", lambda: f"{host}/another/{namespace}")
+    assert held.users() == []
+    again = stage(source, disk, place=ALONE)
+    assert again.is_local, again.reason
+    assert tree(again.path) == tree(source)
+    assert len(held.users()) == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "is_alive"),
+    [
+        ("here/now/pid:[1]", False),  # looked up, and not found
+        ("here/before/pid:[1]", False),
+        ("here/before/pid:[2]", False),
+        ("here/now/pid:[2]", True),
+        ("there/now/pid:[1]", True),
+        ("there/before/pid:[1]", True),
+        ("here/-/pid:[1]", True),
+        ("here", True),
+        ("", True),
+    ],
+)
+def test_users_that_cannot_be_looked_up_are_alive_unless_the_host_was_restarted(
+    monkeypatch: pytest.MonkeyPatch, world: str, is_alive: bool
+) -> None:
+    monkeypatch.setattr(using, "this_world", lambda: "here/now/pid:[1]")
+    assert using.User(os.getpid(), 1.0, world).is_alive() == is_alive
 
 
 def test_a_changed_source_is_copied_again(source: Path, disk: Path) -> None:
@@ -409,8 +528,8 @@ def test_leftovers_go_when_room_is_needed(
 def test_a_file_that_vanishes_is_named(
     source: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    def listed(path: Path) -> Listing:
-        listing = list_source(path, BLOCK)
+    def listed(path: Path, **more: Any) -> Listing:
+        listing = list_source(path, BLOCK, **more)
         (source / "train" / "a" / "7.bin").unlink()
         return listing
 
@@ -470,6 +589,66 @@ def test_a_rank_that_waits_in_vain_reads_the_source(source: Path, disk: Path) ->
     assert "no progress for 0.2 s" in staged.reason
 
 
+@pytest.mark.parametrize("work", ["list", "check", "check a large file", "prepare"])
+def test_ranks_are_patient_while_the_first_is_at_work(
+    source: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    def slow(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            time.sleep(0.5)
+            return function(*args)
+
+        return run
+
+    if work == "list":
+        monkeypatch.setattr(planning._Walk, "_take", slow(planning._Walk._take))
+    elif work == "prepare":
+        cut_off(source, disk, "train/a/7.bin")
+        monkeypatch.setattr(Held, "_has", slow(Held._has))
+    else:
+        if work == "check a large file":
+            source /= "large.bin"
+            monkeypatch.setattr(holding, "_PIECE_BYTES", BLOCK)
+        stage(source, disk, place=ALONE, keep=True).release()
+        monkeypatch.setattr(holding, "this_boot", lambda: "another")
+        monkeypatch.setattr(holding, "zlib", SimpleNamespace(crc32=slow(zlib.crc32)))
+    for staged in one_node(source, disk, 2, limit_s=3.5):
+        assert staged.is_local, staged.reason
+        assert staged.seconds > 4.0
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_copy_does_without_a_rank_that_has_given_up(
+    source: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    if is_whole:
+        stage(source, disk, place=ALONE, keep=True).release()
+
+    begun, has_left = multiprocessing.Event(), multiprocessing.Event()
+
+    def listed(path: Path, **more: Any) -> Listing:
+        begun.set()
+        has_left.wait(20)
+        return list_source(path, BLOCK)
+
+    def rank(number: int) -> Staged:
+        place = NodePlace(0, 1, number, 3, "one gives up")
+        if number != 1:
+            return stage(source, disk, place=place, limit_s=60.0)
+        begun.wait(20)
+        staged = stage(source, disk, place=place, limit_s=0.2)
+        has_left.set()
+        return staged
+
+    monkeypatch.setattr(running, "list_source", listed)
+    first, gone, other = in_processes(3, rank)
+    assert (gone.path, gone.read_bytes) == (source, 0)
+    assert first.is_local, first.reason
+    assert other.path == first.path
+    assert tree(first.path) == tree(source)
+    assert first.read_bytes + other.read_bytes == (0 if is_whole else first.total_bytes)
+
+
 def test_commands_stage_list_and_clean(
     source: Path, disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -477,6 +656,8 @@ def test_commands_stage_list_and_clean(
 
     stage_command(source, str(disk))
     assert capsys.readouterr().out.startswith("staged 1.3 MB to ")
+    stage_command(source, str(disk), verify=True)
+    assert "already; 1.3 MB read again, as it was copied" in capsys.readouterr().out
     stage_command(source, str(disk), as_json=True, verify=True)
     said = json.loads(capsys.readouterr().out)
     assert said["read_bytes"] == 0
@@ -491,7 +672,7 @@ def test_commands_stage_list_and_clean(
     (held,) = copies(base_folder(disk))
     held._write_users([])  # this process, which used it, has ended
     clean_command(str(disk), everything=True)
-    assert "removed 1 copies, 1.3 MB" in capsys.readouterr().out
+    assert "removed 1 copy, 1.3 MB" in capsys.readouterr().out
     assert not copies(base_folder(disk))
     with pytest.raises(RunError, match="cannot make the folder"):
         stage_command(source, str(disk / "a" / "b"))

@@ -350,7 +350,7 @@ def test_the_others_are_not_waited_for_where_they_took_the_memory(
     )
     begun = time.monotonic()
     ladder, _ = go(tmp_path, 2)
-    assert time.monotonic() - begun < 20.0
+    assert time.monotonic() - begun < 45.0
     assert ladder.rungs[1].kept
 
 
@@ -440,6 +440,26 @@ def test_what_takes_minutes_starts_alone_and_in_its_turn(tmp_path: Path, machine
     assert machine.starts[:3] == ["baseline", FIRST, "02-reading-ahead"]
 
 
+def test_what_takes_minutes_is_not_begun_where_they_are_not_left(
+    tmp_path: Path, machine: Machine
+) -> None:
+    """It would end long after the budget; `--budget` as the ladder names it reaches it."""
+    table_ = table(THREADS, dataclasses.replace(READING, slow=True))
+    whole, _ = go(tmp_path / "whole", 0, table_)
+    one_s = machine.now / 3  # the baseline, the one remedy, and the other
+    machine.now = 0.0
+    ladder, text = go(tmp_path / "short", 0, table_, budget_s=3.0 * one_s)
+    assert "since they take longer than the " in text
+    assert "was over" not in text
+    assert [rung.name for rung in whole.rungs[1:]] == ["two threads", "reading ahead"]
+    assert [rung.name for rung in ladder.rungs[1:]] == ["two threads"]
+    assert ladder.spent_s < 3.0 * one_s
+    (left,) = [one for one in ladder.untried if one.name == "reading ahead"]
+    machine.now = 0.0
+    again, _ = go(tmp_path / "again", 0, table_, budget_s=left.budget_s)
+    assert [rung.name for rung in again.rungs[1:]] == ["two threads", "reading ahead"]
+
+
 def test_nothing_starts_ahead_that_the_budget_does_not_reach(
     tmp_path: Path, machine: Machine
 ) -> None:
@@ -463,7 +483,7 @@ def test_nobody_waits_for_what_the_budget_has_overtaken(tmp_path: Path, machine:
     machine.fails = fails
     begun = time.monotonic()
     ladder, _ = go(tmp_path, 2, budget_s=60.0)
-    assert time.monotonic() - begun < 20.0
+    assert time.monotonic() - begun < 45.0
     assert ladder.rungs[1].kept
     assert machine.closed[IF_KEPT] == machine.closed[IF_DROPPED] == 0.0
     assert machine.open == []
@@ -618,6 +638,7 @@ def build(**_):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_real_climb_uses_what_started_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -316,6 +316,9 @@ def test_noise_is_how_far_a_gain_falls() -> None:
     assert raced.gain == 2.0
     assert raced.noise(0.01) == 0.01
     assert Race((1.0, 2.0, 3.0), (1.0, 1.0, 1.0)).noise(0.01) == pytest.approx(1.0)
+    alike = Race((1.006, 1.0061, 1.006), (1.0, 1.0, 1.0))
+    assert (alike.noise(0.01), alike.noise(0.01, quiet=0.01)) == (0.003, 0.01)
+    assert Race((1.006, 1.008, 1.006), (1.0, 1.0, 1.0)).noise(0.01) == pytest.approx(0.006)
     two = Race((1.0, 1.2), (1.0, 1.0))
     assert (two.gain, two.middle_s, two.noise(0.01)) == (1.0, (1.0, 1.0), 0.01)
     assert spread_of([1.0]) is None

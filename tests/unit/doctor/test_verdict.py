@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.doctor.measured import (
+    CONVOLUTION,
     ELEMENTWISE,
     LOSS,
     MATRIX,
@@ -119,6 +120,31 @@ def test_a_large_unexplained_part_is_said_before_the_cause() -> None:
     little = judge(replace(m, other_s=0.02))
     assert little.sentence.startswith("compute-bound")
     assert little.unexplained == pytest.approx(0.2)
+
+
+def test_arithmetic_of_two_classes_is_not_called_by_one_of_them() -> None:
+    """The sentence's share is that of both, and the table has each: 40 and 25 %."""
+    rows = (
+        ClassTime(CONVOLUTION, 0.04, 50, 0.04 * 640e12, 0.04 * 1e12, "bf16"),
+        ClassTime(MATRIX, 0.025, 50, 0.025 * 640e12, 0.025 * 1e12, "bf16"),
+    )
+    verdict = judge(replace(BASE, classes=rows, compute_s=0.065, launch_s=0.01, other_s=0.0))
+    assert verdict.sentence.endswith(
+        ": 65% of the step is arithmetic, most of it convolution (40%)"
+    )
+
+
+def test_what_caches_serve_is_not_told_as_more_than_the_device_allows() -> None:
+    """Bytes are counted by op: three times the memory's rate is a cache, not a wonder."""
+    rate = GPU.memory_bytes_per_s
+    assert rate is not None
+    rows = (ClassTime(ELEMENTWISE, 0.06, 100, 1e9, 0.06 * 3.3 * rate, "bf16"),)
+    verdict = judge(replace(BASE, classes=rows, compute_s=0.06, launch_s=0.01, other_s=0.0))
+    (line,) = (line for line in verdict.evidence if line.startswith(ELEMENTWISE))
+    assert line.endswith("; 3.3 times what memory gives, so caches serve it")
+    rows = (ClassTime(ELEMENTWISE, 0.06, 100, 1e9, 0.06 * 0.5 * rate, "bf16"),)
+    verdict = judge(replace(BASE, classes=rows, compute_s=0.06, launch_s=0.01, other_s=0.0))
+    assert any(line.endswith("; 50% of what the device allows") for line in verdict.evidence)
 
 
 def test_waits_for_the_device_name_their_line() -> None:

@@ -19,7 +19,7 @@ from ridgeline.doctor.ladder import Ladder
 from ridgeline.doctor.losses import NUDGE, is_near, judge_losses, wobble_of
 from ridgeline.doctor.remedies.contract import Parts, Remedy
 from ridgeline.doctor.states import Effort
-from ridgeline.errors import RunError
+from ridgeline.errors import RunError, UsageError
 
 CONFIG = load_config(
     None,
@@ -105,10 +105,10 @@ def state(monkeypatch: pytest.MonkeyPatch) -> type[State]:
     return State
 
 
-def go(folder: Path, **changes: Any) -> tuple[Ladder, str]:
+def go(folder: Path, remedies: dict[str, Remedy] = REMEDIES, **changes: Any) -> tuple[Ladder, str]:
     said: list[str] = []
     effort = dataclasses.replace(EFFORT, **changes)
-    ladder = climb(CONFIG, folder, remedies=REMEDIES, effort=effort, say=said.append)
+    ladder = climb(CONFIG, folder, remedies=remedies, effort=effort, say=said.append)
     assert State.open == []
     return ladder, "\n".join(said)
 
@@ -122,8 +122,126 @@ def test_what_wobbles_more_than_the_bound_is_held_to_its_wobble(
     assert ladder.wobble == pytest.approx(0.004)
     assert (
         "more than 0.80% apart is dropped: 0.50%, and as the baseline from nudged weights is 0.40% off "
-        "itself twice that\n"
+        "itself twice that; up to"
     ) in text
+
+
+def test_what_costs_no_digits_is_held_to_the_last_kept_state_that_does(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offs = {1: 0.0, 2: 0.004, 3: 0.008, 4: 0.0095, 5: 0.0085, 6: 0.015}
+
+    def check(self: State, effort: Effort) -> None:
+        self.losses += [2.0 * (1.0 + offs[self.config.data.threads])] * effort.check_steps
+
+    monkeypatch.setattr(state, "check", check)
+    order = [
+        dataclasses.replace(remedy(f"{n} threads", 10.0 - n, f"data.threads={n}"), risk="order")
+        for n in (3, 4)
+    ]
+    first = remedy("two threads", 9.0, "data.threads=2")
+    more = (
+        remedy("six threads", 3.0, "data.threads=6"),
+        remedy("five threads", 2.0, "data.threads=5"),
+    )
+    ladder, text = go(tmp_path, {one.name: one for one in (first, *order, *more)})
+    assert [(rung.name, rung.kept) for rung in ladder.rungs[1:]] == [
+        ("two threads", True),
+        ("3 threads", True),  # 0.8 % off the baseline, 0.4 % off the state that rounds
+        ("4 threads", False),  # 0.15 % off the one before it, but small steps do not add up
+        ("six threads", False),  # costs digits itself, so that it answers to the baseline ...
+        ("five threads", True),  # ... but not for the 0.4 % that 3 threads had brought
+    ]
+    assert ladder.rungs[3].why.endswith("of two threads")
+    assert "against 2.008)" in ladder.rungs[4].why
+    assert ladder.rungs[2].loss_difference == pytest.approx(0.008)
+    assert "what costs no digits is held to the last kept state that does" in text
+
+
+@pytest.mark.parametrize(
+    ("late", "noise", "kept"),
+    [
+        (0.4, 0.0, True),  # steps of 12: 0.4 of them is less than a twentieth
+        (0.4, 0.02, True),
+        (0.65, 0.0, False),
+        (-0.4, 0.0, True),
+        (0.4, 0.3, False),  # whether it falls at all is in doubt
+    ],
+)
+def test_where_losses_fall_fast_they_are_compared_by_steps(
+    late: float,
+    noise: float,
+    kept: bool,
+    tmp_path: Path,
+    state: type[State],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A curve of 0.2 a step, so that 0.4 steps are more than one per cent of what is left."""
+
+    def check(self: State, effort: Effort) -> None:
+        later = late if self.config.data.threads > 1 else 1e-3 if self.nudge else 0.0
+        self.losses += [
+            9.0 - 0.2 * (step - later) + noise * (-1) ** (step // 2)
+            for step in range(effort.check_steps)
+        ]
+
+    monkeypatch.setattr(state, "check", check)
+    ladder, text = go(tmp_path, {"two threads": REMEDIES["two threads"]})
+    rung = ladder.rungs[1]
+    assert abs(rung.loss_difference) == pytest.approx(abs(late) * 0.2 / 7.0, rel=0.05)
+    assert rung.kept is kept
+    assert (NUDGED in state.started) is not kept  # what passes by steps needs no nudge
+    if kept:
+        assert f"; its loss is 0.4 steps {'behind' if late > 0 else 'ahead'}" in rung.why
+    assert len(rung.losses) == len(ladder.rungs[0].losses) == EFFORT.check_steps
+    assert "up to 2.00% pass where losses fall so fast that this is at most 0.6 steps" in text
+
+
+def test_all_together_are_no_further_than_one_may_be(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn with remedies that cost digits, and move nothing, come others, each 0.45 % off those."""
+
+    def check(self: State, effort: Effort) -> None:
+        threads = self.config.data.threads
+        self.losses += [2.0 * 1.0045 ** ((threads - 1) // 2)] * effort.check_steps
+
+    monkeypatch.setattr(state, "check", check)
+    steps = [
+        dataclasses.replace(
+            remedy(f"{n} threads", 20.0 - n, f"data.threads={n}"),
+            risk="order" if n % 2 else "rounding",
+        )
+        for n in range(2, 12)
+    ]
+    ladder, _ = go(tmp_path, {one.name: one for one in steps})
+    assert [rung.kept for rung in ladder.rungs[1:]] == [True] * 9 + [False]
+    assert ladder.rungs[-1].why == "with all that was kept the loss is +2.27% off after 12 steps"
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_baseline_without_a_loss_is_told_at_once(
+    loss: float, tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(self: State, effort: Effort) -> None:
+        self.losses += [2.0] * (effort.check_steps - 5) + [loss] + [2.0] * 4
+
+    monkeypatch.setattr(state, "check", check)
+    with pytest.raises(UsageError, match=f"recipe's own loss is {loss} at step 8"):
+        go(tmp_path)
+    assert State.open == []
+
+
+def test_the_same_losses_are_the_same_where_they_are_zero() -> None:
+    assert judge_losses([1.0, *[0.0] * 11], [1.0, *[0.0] * 11], EFFORT) == ""
+    assert judge_losses([1.0, *[0.0] * 10, 0.1], [1.0, *[0.0] * 11], EFFORT) != ""
+
+
+def test_beyond_four_bounds_steps_do_not_count() -> None:
+    base = [4.0 - 0.3 * step for step in range(12)]
+    near = [loss + 0.01 for loss in base]
+    assert judge_losses(near, base, EFFORT) == ""
+    assert judge_losses([*base[:6], *(loss + 0.04 for loss in base[6:])], base, EFFORT) != ""
 
 
 def test_states_that_started_ahead_leave_the_nudged_one_its_memory(

@@ -578,7 +578,7 @@ def test_ranks_by_a_real_mpi(kind: str) -> None:
         env={**os.environ, **step.variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert sorted(done.stdout.splitlines()) == [f"{rank}|x y|a $b 'c'" for rank in range(3)]
 

@@ -335,7 +335,7 @@ def test_sbatch_reads_the_directives(tmp_path: Path) -> None:
     )
     env = {"PATH": "/usr/bin:/bin", "SLURM_CONF": str(conf)}
     done = subprocess.run(
-        ["sbatch", "--test-only", str(path)], env=env, capture_output=True, text=True, timeout=60
+        ["sbatch", "--test-only", str(path)], env=env, capture_output=True, text=True, timeout=240
     )
     assert "Unable to contact slurm controller" in done.stderr
     assert "option" not in done.stderr

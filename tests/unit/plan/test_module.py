@@ -310,7 +310,9 @@ def test_commands_plan_a_file_of_facts(resnet_file: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "samples/s" in done.output
     assert "tokens" not in done.output
-    assert "twice the bandwidth" in done.output
+    assert "40 GB more memory" in done.output
+    assert "between nodes" not in done.output  # there is one
+    assert "twice the bandwidth between nodes" in run(*common, "-N", "2", "--why").output
     done = run(*common, "--explain", "dp=8,precision=bf16")
     assert "fits" in done.output
     assert "matrix products" in done.output

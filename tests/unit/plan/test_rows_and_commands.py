@@ -59,7 +59,7 @@ def test_a_row_becomes_the_job_it_states() -> None:
         ("layout", "microbatch", None, "microbatch is not stated"),
         ("layout", "precision", "NVFP4", "not modelled"),
         ("layout", "tp", "many", "missing or is no number"),
-        ("layout", "args", 3, "missing or is no number"),
+        ("layout", "args", 3, "args is 3, no section"),
         ("layout", "microbatch", -2, "microbatch is -2"),
         ("hardware", "gpus_per_node", -1, "gpus_per_node is -1"),
         ("model", "heads", -8, "heads"),
@@ -96,7 +96,7 @@ def test_other_names_and_missing_fields_are_read() -> None:
         ("NeMo 2.0", {}, "megatron-core"),
         ("PyTorch FSDP", {"zero": 3}, "fsdp"),
         ("DeepSpeed", {"zero": 1}, "megatron-deepspeed"),
-        ("", {"zero": 3, "dp": 2520, "tp": 1, "pp": 1, "vp": 1}, "fsdp"),
+        ("", {"zero": 3, "dp": 2520, "tp": 1, "pp": 1, "vp": 1, "num_microbatches": 1}, "fsdp"),
         ("something else", {}, "megatron-2022"),
     ],
 )
@@ -120,7 +120,7 @@ def test_guesses_are_printed(tmp_path: Path) -> None:
     path.write_text(json.dumps([row]))
     done = call("validate", "--rows", str(path))
     assert done.exit_code == 0, done.output
-    assert "software that is not known" in done.output
+    assert "software or devices that are not known" in done.output
     assert "mine: 1 (taken as" in done.output
 
 
@@ -323,7 +323,7 @@ def test_facts_of_this_program_go_from_a_fit_into_a_plan(tmp_path: Path) -> None
     for samples, row in enumerate(given, 1):
         row["layout"].update(
             framework="Ridgeline", gpus=1, dp=1, tp=1, pp=1, zero=0, microbatch=samples, precision="bf16",
-            global_batch=samples, recompute="none",
+            global_batch=samples, num_microbatches=1, recompute="none",
         )  # fmt: skip
         row["model"].update(layers=4, hidden=4096, heads=32, ffn=16384, seq=64 * samples)
         job = read_row(row).job

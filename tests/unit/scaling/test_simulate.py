@@ -196,3 +196,22 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     alone = CliRunner().invoke(app, [*call, "--picture", str(out)])
     assert isinstance(alone.exception, UsageError)
     assert "--scale" in str(alone.exception)
+
+
+def test_memory_that_a_step_gives_back_is_counted_while_it_has_it() -> None:
+    """FSDP2 takes storages' memory away between steps, and back without an operation."""
+    torch = pytest.importorskip("torch")
+    from ridgeline.scaling.watch import StepWatch
+
+    gathered = torch.zeros(1000)
+    gathered.untyped_storage().resize_(0)
+    watch = StepWatch(lambda: "")
+    with watch:
+        gathered.untyped_storage().resize_(4000)
+        gathered.zero_()
+        gathered.untyped_storage().resize_(0)
+        made = [torch.ones(250) for _ in range(3)]
+    assert watch.peak_bytes == 4000
+    with watch:
+        made += [torch.ones(250) for _ in range(3)]
+    assert watch.peak_bytes == 6000

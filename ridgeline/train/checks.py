@@ -1,0 +1,45 @@
+"""What can be known to be wrong with a run before any process is started.
+
+Apart from `setup.py`, which loads all of torch that a rank needs: the command that starts the ranks
+asks this first, and takes no longer for it. Called by `cli.py`, `setup.py` and `verify/run.py`.
+"""
+
+from __future__ import annotations
+
+from ridgeline.config import RunConfig
+from ridgeline.data.build import SOURCES
+from ridgeline.errors import UsageError, unknown_word
+from ridgeline.layout import Layout
+from ridgeline.models.build import MODELS
+from ridgeline.train.tasks import TASKS
+
+
+def check_batch(config: RunConfig, layout: Layout) -> None:
+    """Every full batch is the same size on every rank; only the last of an epoch may be uneven."""
+    parts = count_parts(layout)
+    pieces = layout.dp * parts
+    batch = config.train.batch
+    if batch % pieces:
+        below, above = batch // pieces * pieces, (batch // pieces + 1) * pieces
+        nearest = f"{below} or {above}" if below else str(above)
+        name = "accumulate" if layout.pp == 1 else "microbatches"
+        raise UsageError(
+            f"train.batch={batch} is not divisible by dp={layout.dp} x {name}={parts} = {pieces}; "
+            f"the nearest that are: train.batch={nearest}"
+        )
+
+
+def count_parts(layout: Layout) -> int:
+    """Microbatches that a rank's share of a global batch is cut into."""
+    return layout.microbatches if layout.pp > 1 else layout.accumulate
+
+
+def check_names(config: RunConfig) -> None:
+    """Words that stand in no table, before any process is started; `module:name` is looked up there."""
+    for word, known, kind, place in (
+        (config.model.name, MODELS, "model", "model.name"),
+        (config.data.source, SOURCES, "source", "data.source"),
+        (config.train.task, {"auto", *TASKS}, "task", "train.task"),
+    ):
+        if ":" not in word and word not in known:
+            raise unknown_word(kind, word, known, place)
