@@ -148,8 +148,12 @@ def _storages(value: Any) -> Iterator[Any]:
         if is_traceable_wrapper_subclass(leaf):
             # A result that is still on its way says that it has bytes: those of what it stands for.
             yield from _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
-        elif leaf.layout is torch.strided and leaf.device.type != "meta":
-            yield leaf.untyped_storage()
+        elif leaf.layout is torch.strided:
+            storage = leaf.untyped_storage()
+            # Tensors that compiling left behind say that they are on a device; their storages do not,
+            # and a size of theirs may be a symbol.
+            if storage.device.type != "meta":
+                yield storage
 
 
 def _group(args: Any, kwargs: dict[str, Any]) -> dist.ProcessGroup:

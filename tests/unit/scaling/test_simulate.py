@@ -215,3 +215,26 @@ def test_memory_that_a_step_gives_back_is_counted_while_it_has_it() -> None:
     with watch:
         made += [torch.ones(250) for _ in range(3)]
     assert watch.peak_bytes == 6000
+
+
+def test_what_compiling_left_behind_has_no_memory() -> None:
+    """Its tensors say that they are on a device, with sizes that are symbols; they hold nothing."""
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from ridgeline.scaling.watch import StepWatch
+
+    def twice(x: Any) -> Any:
+        return 2 * x
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    left = mode.from_tensor(torch.ones(5, 3))
+    assert left.device.type == "cpu"
+    assert not isinstance(left.untyped_storage().nbytes(), int)
+    watch = StepWatch(lambda: "")
+    with watch:
+        made = twice(torch.ones(250))
+    assert made.numel() == 250
+    assert type(watch.peak_bytes) is int
+    assert watch.peak_bytes == 2000
