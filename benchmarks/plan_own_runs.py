@@ -1,11 +1,9 @@
 """How far the planner is from the runs that `gpu_plan_runs.py` measured on one GPU, run by run.
 
-Memory is planned by sizes and by the traced module, time by sizes with the shipped profile, with a machine
-made of the rates in the same file, and with its launches as they were in the run's own process, where the
-file has them: a host that others use has slow seconds, and a step that waits for it follows them. The
-figures of `docs/plan.md` for own runs are its last lines.
+Memory is planned by sizes and by the traced module, time by sizes with the shipped profile and with a
+machine made of the rates in the same file. The figures of `docs/plan.md` for own runs are its last lines.
 
-    python benchmarks/plan_own_runs.py [FILE]
+    python benchmarks/plan_own_runs.py [FILE]   # or another day's, beside it in results/
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from ridgeline.plan.general_memory import module_stage_memory
 from ridgeline.plan.job import job_from_layout
 from ridgeline.plan.known import model_of_recipe
 from ridgeline.plan.machine import load_machine
-from ridgeline.plan.measured import load_measured, machine_from_rates
+from ridgeline.plan.measured import load_measured
 from ridgeline.plan.memory import stage_memory
 from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.time import rank_alone_s
@@ -70,7 +68,6 @@ def main() -> None:
     shipped, measured = load_machine("h200"), load_measured(path)
     known = json.loads(path.read_text())
     heads = ["memory % by sizes", "traced", "time % profile", "rates"]
-    heads += ["and the run's launches"] if all("launch" in run for run in known["runs"]) else []
     errors: dict[str, list[float]] = {name: [] for name in heads}
     rows = []
     for run in known["runs"]:
@@ -81,15 +78,12 @@ def main() -> None:
         facts = trace_llama(run["size"], run["seq"], model.layers)
         traced = module_stage_memory(module_job(facts, shipped, layout, batch), run["rank"])
         peak, step_s = run["peak_step_bytes"], run["step_s"]
-        found: tuple[float, ...] = (
+        found = (
             stage_memory(job, run["rank"]).allocated / peak - 1,
             traced.allocated / peak - 1,
             rank_alone_s(job) / step_s - 1,
             rank_alone_s(job.replace(machine=measured)) / step_s - 1,
         )
-        if "launch" in run:
-            then = machine_from_rates(shipped, {**known["rates"], "launch": run["launch"]})
-            found += (rank_alone_s(job.replace(machine=then)) / step_s - 1,)
         for name, error in zip(errors, found, strict=True):
             errors[name].append(error)
         what = (run["size"], str(run["seq"]), str(run["samples"]), run["layout"])

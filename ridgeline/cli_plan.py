@@ -72,8 +72,10 @@ def best(
             help="Arithmetic: fp8, bf16, fp16, tf32 or fp32; default: the recipe's, or bf16."
         ),
     ] = None,
-    by: Annotated[str, typer.Option(help="Rank by time, memory or cost.")] = "time",
-    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
+    by: Annotated[
+        str | None, typer.Option(help="Rank by time, memory or cost; default: time.")
+    ] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Layouts to show; default: 10.")] = None,
     tokens: Annotated[
         float | None,
         typer.Option(min=0, help="A goal in tokens (or samples), for days and cost."),
@@ -119,23 +121,25 @@ def best(
             help="Of one sample in storage: the step waits for the machine's storage_bandwidth.",
         ),
     ] = 0.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The layouts, or that of --explain, for programs.")
+    ] = False,
 ) -> None:
     """The best layouts of a model on a machine."""
+    from ridgeline.plan.record import found_record
     from ridgeline.plan.search import ORDERS, search
     from ridgeline.plan.show import show_best, show_why
     from ridgeline.plan.write import require_batch, require_model, startable, write_layout
 
-    if by not in ORDERS:
+    if by is not None and by not in ORDERS:
         raise UsageError(f"--by {by} is none of {', '.join(ORDERS)}")
-    if scale is not None:
-        for name, is_given in (
-            ("--write", write is not None), ("--explain", explain is not None),
-            ("--why", why), ("--tokens", tokens is not None),
-        ):  # fmt: skip
-            if is_given:
-                raise UsageError(
-                    f"{name} is of one number of nodes, and --scale has many; leave one of them out"
-                )
+    given = {
+        "--write": write is not None, "--explain": explain is not None, "--why": why,
+        "--tokens": tokens is not None, "--json": as_json, "--by": by is not None,
+        "--top": top is not None, "--with": bool(said), "--picture": picture is not None,
+    }  # fmt: skip
+    _require_together(given, scale is not None)
+    by, top = by or "time", top or 10
     sizes, own_batch, own_precision = _model(model, seq, inputs or [])
     if write is not None:
         require_model(write, model, sizes)
@@ -162,7 +166,8 @@ def best(
     if explain is not None:
         if "precision=" not in explain:
             explain = f"{explain},precision={precision}".removeprefix(",")
-        layout, is_fitting = _explain(explain, sizes, place, devices, batch, sample_bytes)
+        asked = (sizes, place, devices, batch, sample_bytes)
+        layout, is_fitting = _explain(explain, *asked, tokens=tokens, as_json=as_json)
         if write is not None:
             if not is_fitting:
                 raise RunError(f"{layout} does not fit, and {write} is left as it was")
@@ -172,12 +177,17 @@ def best(
     if scale is not None:
         _scale(scale, sizes, place, batch, precision, picture, sample_bytes, fixed)
         return
-    if picture is not None:
-        raise UsageError("--picture draws the curves of --scale; give that too, as in 1..64")
     order = "memory" if by == "memory" else "time"
     found = search(sizes, place, devices, batch, precision, top, order, None, sample_bytes, fixed)
     if not found.best:
-        raise RunError(_nothing(sizes.name, batch, devices, place.name, found, said or []))
+        more = ""
+        if not said and (found.closest or found.too_large):
+            more = _enough(sizes, place, nodes, batch, precision)
+        raise RunError(_nothing(sizes.name, batch, devices, place.name, found, said or [], more))
+    if as_json:
+        head = {"model": sizes.name, "machine": place.name, "devices": devices, "batch": batch}
+        typer.echo(json.dumps({**head, **found_record(found, tokens)}, indent=1))
+        return
     changed = f" with {', '.join(what_if)}" if what_if else ""
     typer.echo(
         f"{sizes.name}, batch {batch} on {nodes} x {place.devices_per_node} of {place.name}{changed}"
@@ -214,6 +224,26 @@ def _machine(name: str) -> Machine:
     for line in show_programs(place):
         typer.echo(line, err=True)
     return place
+
+
+def _require_together(given: dict[str, bool], scales: bool) -> None:
+    """No option that would do nothing beside the others."""
+
+    def one_of(names: tuple[str, ...], why: str) -> None:
+        for name in names:
+            if given[name]:
+                raise UsageError(f"{name} {why}; leave one of them out")
+
+    if scales:
+        many = "is of one number of nodes, and --scale has many"
+        one_of(("--write", "--explain", "--why", "--tokens", "--json", "--by", "--top"), many)
+    if given["--explain"]:
+        one_of(("--why", "--by", "--top"), "ranks layouts, and --explain has one")
+        one_of(("--with",), "is for the search; write it into the layout of --explain")
+    if given["--json"]:
+        one_of(("--why", "--write"), "is told in words, and --json prints values alone")
+    if given["--picture"] and not scales:
+        raise UsageError("--picture draws the curves of --scale; give that too, as in 1..64")
 
 
 SAID = ("compile", "shard", "compress", "sync", "offload")
@@ -366,7 +396,15 @@ def _changed(machine: Machine, changes: list[str]) -> Machine:
 
 
 def _explain(
-    text: str, model: Model, machine: Machine, devices: int, batch: int, sample_bytes: float
+    text: str,
+    model: Model,
+    machine: Machine,
+    devices: int,
+    batch: int,
+    sample_bytes: float,
+    *,
+    tokens: float | None,
+    as_json: bool,
 ) -> tuple[Layout, bool]:
     """Shows one layout; that, and whether it fits."""
     from ridgeline.layout import Layout, require_layout
@@ -375,6 +413,7 @@ def _explain(
     from ridgeline.plan.memory import fits
     from ridgeline.plan.predict import predict
     from ridgeline.plan.recipe import require_known
+    from ridgeline.plan.record import planned_record
     from ridgeline.plan.search import Planned
     from ridgeline.plan.show import explain
     from ridgeline.plan.software import own_program
@@ -393,10 +432,15 @@ def _explain(
     job = kind.arrange(model, machine, layout, batch, own_program(machine))
     job = replace(job, sample_bytes=sample_bytes)
     for line in kind.assumptions(job):
-        typer.echo(line)
+        typer.echo(line, err=as_json)
     predicted = predict(job)
-    for line in explain(Planned(layout, job, predicted.time, predicted.memory)):
-        typer.echo(line)
+    planned = Planned(layout, job, predicted.time, predicted.memory)
+    if as_json:
+        head = {"model": model.name, "machine": machine.name, "devices": devices, "batch": batch}
+        typer.echo(json.dumps({**head, **planned_record(planned, tokens)}, indent=1))
+    else:
+        for line in explain(planned, tokens):
+            typer.echo(line)
     return layout, fits(job, predicted.memory)
 
 
@@ -443,8 +487,32 @@ def _scale(
         typer.echo(f"drawn: {picture}")
 
 
+MOST_DEVICES = 16_384
+"""Up to which it is looked for how many would do."""
+
+
+def _enough(model: Model, machine: Machine, nodes: int, batch: int, precision: str) -> str:
+    """What to do where nothing fits: nodes on which something does, twice as many at a time."""
+    from ridgeline.plan.search import search
+
+    looked = 0
+    while (devices := 2 * nodes * machine.devices_per_node) <= MOST_DEVICES:
+        nodes = looked = 2 * nodes
+        if search(model, machine, devices, batch, precision, 1, "memory").best:
+            return f"use -N {nodes}"
+    return (
+        f"nor does any on up to {looked} nodes; use another --batch" if looked else "use more nodes"
+    )
+
+
 def _nothing(
-    name: str, batch: int, devices: int, machine: str, found: Found, said: list[str]
+    name: str,
+    batch: int,
+    devices: int,
+    machine: str,
+    found: Found,
+    said: list[str],
+    more: str,
 ) -> str:
     text = f"no layout of {name} with a batch of {batch} fits {devices} devices of {machine}"
     if said:
@@ -453,9 +521,9 @@ def _nothing(
         return text
     if found.closest is not None:
         layout, need = found.closest
-        return f"{text}; the closest, {layout}, needs {need / 1e9:.1f} GB a device: use more nodes"
+        return f"{text}; the closest, {layout}, needs {need / 1e9:.1f} GB a device: {more}"
     if found.too_large:
-        return f"{text}: weights and optimizer state alone are too large in all of them; use more nodes"
+        return f"{text}: weights and optimizer state alone are too large in all of them; {more}"
     return f"{text}: none divides it; try a batch that more devices divide"
 
 

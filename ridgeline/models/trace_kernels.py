@@ -182,6 +182,14 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def is_kept(name: str, read: list[Tensor], written: Tensor) -> bool:
+    """Whether selective recompute keeps it (`parallel/recompute.py`): a product's, convolution's or fused
+    attention's, but not scores that are larger than what they come from."""
+    if name in ("bmm", "baddbmm"):
+        return written.numel() <= sum(tensor.numel() for tensor in read[-2:])
+    return name in ("mm", "addmm", "convolution", "attention")
+
+
 def is_result_split(name: str, role: str, backward: bool, split: bool, reads_weight: bool) -> bool:
     """Whether ranks divide the result among them; `reads_weight`: it is no gradient of a weight."""
     if name not in ("mm", "addmm") or not role:

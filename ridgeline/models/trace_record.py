@@ -30,6 +30,7 @@ from ridgeline.models.trace_kernels import (
     Storage,
     find_tensors,
     halo_of,
+    is_kept,
     is_linear,
     is_pointwise,
     is_result_split,
@@ -394,7 +395,7 @@ class Recorder(TorchDispatchMode):
             if storage.producer < 0 and storage.kind == "made":
                 storage.producer = index
                 self._set_place(storage, result_split, pending)
-                storage.is_product |= is_matrix or name in ("convolution", "attention")
+                storage.is_product |= is_kept(name, read, tensor)
                 storage.is_mask = name == "native_dropout" and tensor.dtype == torch.bool
         if name == "_log_softmax" and split and not self.backward:
             self._note_loss(made, written[0].numel())

@@ -17,7 +17,7 @@ from ridgeline.plan.job import Job, Placed
 from ridgeline.plan.kernels import element_bytes, moved_s
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import collective_s
-from ridgeline.plan.own import is_half, own_activations
+from ridgeline.plan.own import is_half, own_activations, own_wire
 from ridgeline.plan.transformer import Transformer
 
 ASSUMED_LINK: Final = 25e9
@@ -108,8 +108,8 @@ def loader_s(job: Placed) -> float:
 
 def gradient_bytes(job: Job, count: float) -> float:
     """Of one rank's gradients on the wire in this library's own step, before any sharding."""
-    if is_half(job.zero, job.precision) or job.zero == 3:
-        return 2.0 * count
+    if job.zero:
+        return own_wire(job.zero, job.precision)[1] * count
     if job.compress in ("bf16", "fp16"):
         return 2.0 * count
     name, _, rank = job.compress.partition(":")

@@ -290,7 +290,7 @@ def again_of(job: ModuleJob, index: int) -> Cost:
     """What backward does again of a block."""
     if not recomputes(job, job.model.blocks[index]):
         return Cost()
-    return own_recompute(job.recompute, cost_of(job, index))
+    return own_recompute(job.recompute, cost_of(job, index), job.software.compiled)
 
 
 def recomputes(job: ModuleJob, block: Block) -> bool:

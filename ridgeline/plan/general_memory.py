@@ -8,13 +8,14 @@ Called through `kinds.py`.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Final
 
 from ridgeline.plan.general import ModuleJob, recomputes
 from ridgeline.plan.general_time import parameters_of, sent_bytes, trainable_of
 from ridgeline.plan.kernels import element_bytes
 from ridgeline.plan.memory import StepMemory, gradient_bytes, in_flight
-from ridgeline.plan.module import Block
+from ridgeline.plan.module import Block, ModuleFacts
 
 LOSS: Final = {"wide": 12.0, "cast": 16.0, "half": 16.0}
 """Bytes that the loss of split classes makes for each logit: float32 logits where they are not that
@@ -36,9 +37,14 @@ def _kept(job: ModuleJob, block: Block) -> float:
     costs = block.costs[job.mode]
     if not recomputes(job, block):
         return job.bytes(costs.saved_compiled if job.software.compiled else costs.saved)
-    if job.recompute == "full":
-        return job.bytes(costs.saved_full) / _stretch(job, block)
-    return job.bytes(costs.saved_selective)
+    inputs = job.bytes(costs.saved_full) / _stretch(job, block)
+    return inputs if job.recompute == "full" else inputs + _results(job, block)
+
+
+def _results(job: ModuleJob, block: Block) -> float:
+    """Of its products and attention, which selective recompute keeps."""
+    costs = block.costs[job.mode]
+    return job.bytes(costs.saved_selective) - job.bytes(costs.saved_full)
 
 
 def _kept_each(job: ModuleJob, block: Block) -> float:
@@ -77,11 +83,16 @@ def module_stage_memory(job: ModuleJob, rank: int) -> StepMemory:
         kept, working, others = 0.0, at_update - gradients, 0.0
     gathered = 0.0
     if job.zero == 3:
-        # What is in no block stays gathered, and of blocks the one at work and the next.
-        loose = sum(n * b.parameters_of(job.tp) for b, n in blocks if not b.recompute)
-        most = max((b.parameters_of(job.tp) for b, _ in blocks if b.recompute), default=0.0)
+        # What is in no block stays gathered, and of blocks the one at work and the next; in a pipeline
+        # all of a stage does through the step, and its gradients add up in float32 until its end.
+        sizes = [(n * b.parameters_of(job.tp), b.recompute == "block") for b, n in blocks]
+        loose = sum(size for size, is_block in sizes if job.pp > 1 or not is_block)
+        most = max(
+            (b.parameters_of(job.tp) for b, _ in blocks if job.pp == 1 and b.recompute == "block"),
+            default=0.0,
+        )
         wide = element_bytes(_computed(job))
-        gathered = wide * (loose + 3.0 * most)
+        gathered = wide * (loose + 3.0 * most) + (4.0 * trained if job.pp > 1 else 0.0)
     received = 0.0
     if job.pp > 1:
         sent = sent_bytes(job, rank - 1 if rank else 0)
@@ -170,17 +181,37 @@ def _backward(job: ModuleJob, block: Block, gradients: bool) -> float:
             again += element_bytes(job.precision) * each
         peak = max(peak, again) + job.bytes(costs.saved_full)
         if (neighbours := _stretch(job, block) - 1) > 0:
-            # The others of the same stretch are there again too.
-            alike = [job.bytes(b.costs[job.mode].saved) for b in job.model.blocks if b.recompute]
-            peak += neighbours * sum(alike) / len(alike)
+            # The others of the same stretch are there again too, as far as they were not kept.
+            alike = [b for b in job.model.blocks if b.recompute]
+            again = sum(b.count * job.bytes(b.costs[job.mode].saved) for b in alike)
+            if job.recompute == "selective":  # one layer's result is what the next one saves
+                again -= sum(b.count * _results(job, b) for b in alike)
+            peak += neighbours * max(0.0, again) / sum(b.count for b in alike)
     return peak
 
 
-def _stretch(job: ModuleJob, block: Block) -> int:
-    """Layers that are recomputed together: one block, or about sqrt(n) of a `Sequential`'s n."""
+def _stretch(job: ModuleJob, block: Block) -> float:
+    """Layers that are recomputed together: one block, or some of a `Sequential`'s."""
     if block.recompute == "block":
-        return 1
-    return math.ceil(math.sqrt(sum(b.count for b in job.model.blocks if b.recompute)))
+        return 1.0
+    return _stretches(job.model)[block.names[0].rpartition(".")[0]]
+
+
+@lru_cache(maxsize=256)
+def _stretches(model: ModuleFacts) -> dict[str, float]:
+    """Layers of a stretch, by the `Sequential` they are in: each is cut by itself, into about as many as
+    the root of its layers, from a product on (`parallel/recompute.py`)."""
+    layers: dict[str, list[bool]] = {}
+    for block in model.blocks:
+        multiplies = bool(block.costs["wide"].forward.products)
+        for name in block.names if block.recompute == "stretch" else ():
+            layers.setdefault(name.rpartition(".")[0], []).append(multiplies)
+    found = {}
+    for parent, kinds in layers.items():
+        count = len(kinds) - kinds.index(True) if any(kinds) else 0
+        pieces = min(sum(kinds), round(math.sqrt(count)))
+        found[parent] = max(1.0, count / pieces) if pieces else 1.0
+    return found
 
 
 def module_memory(job: ModuleJob) -> StepMemory:

@@ -15,8 +15,9 @@ from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost
 from ridgeline.plan.module import Block, ModuleFacts
 from ridgeline.plan.network import Group, collective_s, group_of, point_to_point_s
+from ridgeline.plan.own import own_sharding, own_wire
 from ridgeline.plan.schedule import play
-from ridgeline.plan.time import PIECES, StepTime, slowest_of
+from ridgeline.plan.time import StepTime, slowest_of, unsent
 
 Stage = tuple[list[Cost], list[Cost]]
 """Forward and backward of a microbatch, chunk by chunk."""
@@ -30,6 +31,9 @@ def _stage(job: ModuleJob, rank: int) -> Stage:
             cost = cost_of(job, index)
             ahead += cost.forward.times(count)
             back += (cost.backward + again_of(job, index)).times(count)
+            if job.zero == 3 and job.model.blocks[index].recompute == "block":
+                gather, gather_back = own_sharding(job.pp, job.microbatches)
+                ahead, back = ahead + gather.times(count), back + gather_back.times(count)
         forward.append(ahead)
         backward.append(back)
     return forward, backward
@@ -121,16 +125,12 @@ def module_time(job: ModuleJob) -> StepTime:
 
 
 def module_alone_s(job: ModuleJob, rank: int) -> float:
-    """A step of one rank that waits for nobody and sends nothing; in place of gathering weights it copies
-    them in small pieces, twice a microbatch."""
+    """A step of one rank that waits for nobody and sends nothing."""
     host_s = job.machine.device.host_kernel_s * job.software.host_share
     forward, backward = _stage(job, rank)
-    work = sum(
-        replace(cost, communication=0.0).seconds(host_s, job.sharpness)
-        for cost in (*forward, *backward)
-    )
-    if job.zero == 3:
-        work += moved_s(job.machine.device, 2 * 4.0 * parameters_of(job, rank) * PIECES, 0)
+    gathered = parameters_of(job, rank) if job.zero == 3 else 0.0
+    costs = unsent(job.machine, (*forward, *backward), gathered)
+    work = sum(cost.seconds(host_s, job.sharpness) for cost in costs)
     return job.microbatches * work + _optimizer_s(job, rank) + job.machine.step_s
 
 
@@ -210,11 +210,15 @@ def _sharded_extra(
 ) -> tuple[float, float]:
     """Time that gathering weights and scattering gradients adds to a microbatch of some blocks."""
     group = group_of(job.machine, job.shard, job.tp) if job.shard else job.dp_group()
-    wire = float(job.software.reduce_bytes) * count
-    reduce = collective_s(job.machine, "reduce_scatter", wire, group)
+    weight, gradient = own_wire(job.zero, job.precision)
+    reduce = collective_s(job.machine, "reduce_scatter", gradient * count, group)
     gather = 0.0
     if job.zero == 3:
-        gather = collective_s(job.machine, "all_gather", 2.0 * count, group)
+        gather = collective_s(job.machine, "all_gather", weight * count, group)
+        if job.pp > 1:
+            # A stage is gathered in the first forward and reduced in the last backward of a step.
+            once = _exposed(job, gather, forward_s), _exposed(job, reduce, backward_s)
+            return once[0] / job.microbatches, once[1] / job.microbatches
     return _exposed(job, gather, forward_s), _exposed(job, gather + reduce, backward_s)
 
 
@@ -230,7 +234,8 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
         return 0.0
     machine, count, late = job.machine, trainable_of(job, rank), 0.0
     own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
-    wire = (job.software.reduce_bytes if job.zero or job.mode == "half" else own) * count
+    weight, gradient = own_wire(job.zero, job.precision)
+    wire = (gradient if job.zero else own) * count
     if job.zero == 3:
         if not job.shard or job.shard == job.dp:
             return 0.0
@@ -238,7 +243,7 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
         seconds = collective_s(machine, "all_reduce", wire / job.shard, across)
     elif job.zero:
         # New weights are waited for before the next step begins; nothing is left to hide that.
-        late, seconds = collective_s(machine, "all_gather", 2.0 * count, group), 0.0
+        late, seconds = collective_s(machine, "all_gather", weight * count, group), 0.0
         if not _reduces_each(job):
             seconds = collective_s(machine, "reduce_scatter", wire, group)
     else:

@@ -21,7 +21,7 @@ from ridgeline.plan.kernels import flash_s, gemm_s
 from ridgeline.plan.machine import Device, Machine, load_machine
 from ridgeline.plan.own_machine import PROFILES, is_machine_file, machine_from_file, profile_of
 
-KERNELS_A_LINEAR: Final = 3.4
+KERNELS_A_LINEAR: Final = 4.1
 """Kernels of a small linear layer's forward and backward under autocast, its share of casts included."""
 _MAKE: Final = "ridgeline machine compute --out machine.json measures a machine"
 _LEAST_BYTES: Final = 200e6

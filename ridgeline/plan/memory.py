@@ -198,6 +198,10 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
         saved = wide * (model.embedding_parameters(job.tp) * (rank == 0) + head)
         if model.tied and job.pp == 1:
             saved /= 2.0
+        if job.pp > 1:
+            # A stage's weights stay gathered through the step, and its gradients add up in float32 before
+            # they are scattered at its end.
+            saved = cached = in_graph = (wide + 4.0) * count
     received = 0.0
     if job.pp > 1:
         # A place for what each microbatch receives, and what was sent until it is used.

@@ -31,10 +31,14 @@ DTENSOR: Final = 3.7
 shapes; read off runs with `tp`, and taken to be the same with `cp`, which goes the same way."""
 SEQUENCE: Final = 0.6
 """What cutting the residual stream along the sequence adds to that."""
-FULL_KERNELS: Final = 2.4
+FULL_KERNELS: Final = 3.0
 """Host time of a layer's recomputation compared with its forward."""
-SELECTIVE_KERNELS: Final = 5.5
+SELECTIVE_KERNELS: Final = 7.5
 """The same for selective recompute, which looks at every operation."""
+GATHER_KERNELS: Final = 40
+"""Host time of gathering a block's sharded weights and freeing them again, in kernels."""
+REDUCE_KERNELS: Final = 50
+"""The same for scattering its gradients. Both are `fully_shard`'s own Python, compiled or not."""
 
 
 def is_half(zero: int, precision: str) -> bool:
@@ -130,16 +134,32 @@ def own_layer(
     return LayerCost(forward, backward, Cost())
 
 
-def own_recompute(recompute: str, layer: LayerCost) -> Cost:
-    """What backward does again of a layer."""
+def own_sharding(pp: int, microbatches: int) -> tuple[Cost, Cost]:
+    """What the host does more, forward and backward of a microbatch, for a block whose weights are
+    gathered. In a pipeline that is once a step."""
+    if pp > 1:
+        return Cost(), Cost(kernels=round((GATHER_KERNELS + REDUCE_KERNELS) / microbatches))
+    return Cost(kernels=GATHER_KERNELS), Cost(kernels=GATHER_KERNELS + REDUCE_KERNELS)
+
+
+def own_wire(zero: int, precision: str) -> tuple[float, float]:
+    """Bytes of a parameter as it is gathered, and of its gradient as it is scattered: `fully_shard` adds
+    gradients up in float32, ZeRO-1 and 2 in the weights' own numbers."""
+    low = element_bytes(_around(precision))
+    return low, 4.0 if zero == 3 else low
+
+
+def own_recompute(recompute: str, layer: LayerCost, compiled: bool) -> Cost:
+    """What backward does again of a layer; compiled, it is a part of the graph, and the host does nothing
+    but start it."""
     forward = layer.forward
     if recompute == "full":
-        kernels = round(FULL_KERNELS * forward.kernels)
+        kernels = round((1.0 if compiled else FULL_KERNELS) * forward.kernels)
         return Cost(
             forward.products, forward.attention, forward.elementwise, forward.communication, kernels
         )
     if recompute == "selective":
-        kernels = round(SELECTIVE_KERNELS * forward.kernels)
+        kernels = round((1.0 if compiled else SELECTIVE_KERNELS) * forward.kernels)
         return Cost(elementwise=forward.elementwise, kernels=kernels)
     return Cost()
 

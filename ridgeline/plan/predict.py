@@ -37,7 +37,11 @@ def predict(job: AnyJob, memory: StepMemory | None = None) -> Prediction:
     kind = kind_of(job.model)
     memory = memory or kind.memory(job)
     time = kind.time(job)
-    return Prediction(replace(time, pressure=pressure(job, memory) * time.seconds), memory)
+    working_s = time.seconds - time.storage
+    pressed = pressure(job, memory) * working_s
+    # A step that waits for samples has room for it.
+    waits = max(0.0, time.storage - pressed)
+    return Prediction(replace(time, pressure=pressed, storage=waits), memory)
 
 
 def pressure(job: AnyJob, memory: StepMemory) -> float:

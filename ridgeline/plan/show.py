@@ -60,7 +60,7 @@ def show_best(found: Found, tokens: float | None) -> list[str]:
             f"{(m.activations + m.logits + m.working) / 1e9:.1f}",
         ]  # fmt: skip
         if tokens:
-            row += [f"{p.days(tokens):.1f}", f"{p.cost(tokens):,.0f}" if p.cost(tokens) else "-"]
+            row += [_days(p.days(tokens)), f"{p.cost(tokens):,.0f}" if p.cost(tokens) else "-"]
         rows.append(row)
     lines = table(head, rows)
     lines.append(
@@ -68,6 +68,10 @@ def show_best(found: Found, tokens: float | None) -> list[str]:
         f"{found.played} played in full"
     )
     return lines
+
+
+def _days(days: float) -> str:
+    return f"{days:,.1f}" if days >= 10 else f"{days:.3g}"
 
 
 def show_parts(time: StepTime, memory: StepMemory) -> list[str]:
@@ -135,6 +139,11 @@ def show_why(
             lines.append(
                 f"second: {other.layout} is as good ({slower:+.1f} % time, "
                 f"{(other.memory.device - best.memory.device) / 1e9:+.1f} GB); the simpler is first"
+            )
+        elif slower < 0:  # the best is that of memory
+            lines.append(
+                f"second: {other.layout} is {-slower:.1f} % faster and takes "
+                f"{(other.memory.device - best.memory.device) / 1e9:.1f} GB more"
             )
         else:
             lines.append(
@@ -229,10 +238,13 @@ def show_scale(rows: list[tuple[int, Planned | None]], weak: bool) -> list[str]:
     return lines
 
 
-def explain(planned: Planned) -> list[str]:
-    """One layout: whether it fits, and where time and memory go."""
+def explain(planned: Planned, tokens: float | None = None) -> list[str]:
+    """One layout: whether it fits, and where time and memory go; `tokens`: a goal, for days and cost."""
     lines = [f"{planned.layout} on {planned.job.devices} devices of {planned.job.machine.name}"]
     lines += [reason] if (reason := why_not(planned)) else ["fits"]
+    if tokens:
+        cost = f", cost {planned.cost(tokens):,.0f}" if planned.cost(tokens) else ""
+        lines.append(f"{tokens:g} {planned.job.unit} in {_days(planned.days(tokens))} days{cost}")
     return lines + show_parts(planned.time, planned.memory)
 
 

@@ -122,7 +122,7 @@ in float32, several kernels each."""
 LLM_FOUNDRY: Final = replace(FSDP, name="llm-foundry", flash_share=0.6, narrow_heads=1.0)
 """Attention is the Triton kernel of 2023, on A100 and H100 alike; heads of 64 take it no longer."""
 RIDGELINE: Final = replace(
-    FSDP, name="ridgeline", reduce_bytes=2, host_share=1.0, optimizer_bytes_moved=45.0,
+    FSDP, name="ridgeline", reduce_bytes=2, host_share=0.92, optimizer_bytes_moved=45.0,
     sharpness=10.0,
 )  # fmt: skip
 """This library; `own.py` has its kernels."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
@@ -22,8 +22,16 @@ from ridgeline.plan.beside import (
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost, LayerCost, end_cost, layer_cost
+from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import Group, collective_s, flat_ring_s, group_of, point_to_point_s
-from ridgeline.plan.own import is_half, own_ends, own_layer, own_recompute
+from ridgeline.plan.own import (
+    is_half,
+    own_ends,
+    own_layer,
+    own_recompute,
+    own_sharding,
+    own_wire,
+)
 from ridgeline.plan.schedule import play
 
 OWN: Final = "ridgeline"
@@ -81,7 +89,7 @@ class _Stage:
 def recompute_cost(job: Job, layer: LayerCost) -> Cost:
     """What backward does again of a layer."""
     if job.software.name == OWN:
-        return own_recompute(job.recompute, layer)
+        return own_recompute(job.recompute, layer, job.software.compiled)
     if job.recompute == "full":
         return layer.forward
     if job.recompute == "selective":
@@ -108,6 +116,9 @@ def stage_costs(job: Job, rank: int) -> _Stage:
         layer = _with_dispatch(job, layer)
         ends = end_cost(job.machine, job.model, job.part, job.software, group, job.vocab_multiple)
     again = recompute_cost(job, layer)
+    if job.software.name == OWN and job.zero == 3:
+        ahead, back = own_sharding(job.pp, job.microbatches)
+        layer = replace(layer, forward=layer.forward + ahead, backward=layer.backward + back)
     forward, backward = [], []
     layers = job.layers_of(rank)
     for chunk, count in enumerate(layers):
@@ -332,10 +343,17 @@ def _sharded_extra(
         group = group_of(job.machine, job.shard, job.tp)
     ring = flat_ring_s if job.software.flat_zero else collective_s
     kind = "all_reduce" if job.software.zero_sums_whole else "reduce_scatter"
-    reduce = ring(job.machine, kind, float(job.software.reduce_bytes) * count, group)
+    weight, gradient = 2.0, float(job.software.reduce_bytes)
+    if job.software.name == OWN:
+        weight, gradient = own_wire(job.zero, job.precision)
+    reduce = ring(job.machine, kind, gradient * count, group)
     gather = 0.0
     if job.zero == 3:
-        gather = ring(job.machine, "all_gather", 2.0 * count, group)
+        gather = ring(job.machine, "all_gather", weight * count, group)
+        if job.software.name == OWN and job.pp > 1:
+            # A stage is gathered in the first forward and reduced in the last backward of a step.
+            once = _exposed(job, gather, forward_s), _exposed(job, reduce, backward_s)
+            return once[0] / job.microbatches, once[1] / job.microbatches
     return (_exposed(job, gather, forward_s), _exposed(job, gather + reduce, backward_s))
 
 
@@ -361,12 +379,11 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
         if not job.shard or job.shard == job.dp:
             return 0.0
         across = Group(job.dp // job.shard, 1)
-        seconds = collective_s(
-            machine, "all_reduce", job.software.reduce_bytes * count / job.shard, across
-        )
+        seconds = collective_s(machine, "all_reduce", wire / job.shard, across)
     elif job.zero:
         # Every rank gets the sum of its part, and sends its new weights to the others.
-        gather = collective_s(machine, "all_gather", 2.0 * count, group)
+        weight = own_wire(job.zero, job.precision)[0] if job.software.name == OWN else 2.0
+        gather = collective_s(machine, "all_gather", weight * count, group)
         # This library waits for them before the next step begins; nothing is left to hide that.
         late, seconds = (gather, 0.0) if job.software.name == OWN else (0.0, gather)
         if not _reduces_each(job):
@@ -398,17 +415,20 @@ def _experts_s(job: Job, rank: int) -> float:
 
 
 def rank_alone_s(job: Job, rank: int = 0) -> float:
-    """A step of one rank that waits for nobody and sends nothing: what a fake process group shows. In
-    place of gathering weights it copies them in small pieces, twice a microbatch."""
+    """A step of one rank that waits for nobody and sends nothing: what a fake process group shows."""
     host_s = job.machine.device.host_kernel_s * job.software.host_share
     stage = stage_costs(job, rank)
-    work = sum(
-        replace(cost, communication=0.0).seconds(host_s, job.sharpness)
-        for cost in (*stage.forward, *stage.backward)
-    )
-    if job.zero == 3:
-        work += moved_s(job.machine.device, 2 * 4.0 * parameters_of(job, rank) * PIECES, 0)
+    gathered = parameters_of(job, rank) if job.zero == 3 else 0.0
+    costs = unsent(job.machine, (*stage.forward, *stage.backward), gathered)
+    work = sum(cost.seconds(host_s, job.sharpness) for cost in costs)
     return job.microbatches * work + _optimizer_s(job, rank) + job.machine.step_s
+
+
+def unsent(machine: Machine, costs: Sequence[Cost], gathered: float) -> list[Cost]:
+    """The chunks of a microbatch, forward and backward, with nothing sent: in place of gathering weights
+    (so many parameters) they are copied in small pieces, twice."""
+    each = moved_s(machine.device, 2 * 4.0 * gathered * PIECES / len(costs), 0)
+    return [replace(cost, communication=0.0, elementwise=cost.elementwise + each) for cost in costs]
 
 
 def _optimizer_s(job: Job, rank: int) -> float:

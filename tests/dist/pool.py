@@ -141,7 +141,7 @@ class RankPool:
         assert self._server.stdin is not None
         self._server.stdin.close()
         try:
-            self._server.wait(60)
+            self._server.wait(5)
         except subprocess.TimeoutExpired:
             # A process that some test forked off this one holds the other end of the pipe too.
             self._server.kill()

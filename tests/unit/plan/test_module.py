@@ -89,6 +89,7 @@ AGREE = (
     ("dp=8,zero=1,precision=bf16", 32),
     ("dp=8,zero=2,precision=bf16", 32),
     ("dp=8,zero=3,precision=bf16", 32),
+    ("dp=2,zero=3,accumulate=4,precision=bf16", 16),
     ("dp=16,zero=3,shard=8,recompute=full,precision=bf16", 64),
     ("tp=2,precision=bf16", 4),
     ("tp=4,sp=true,precision=bf16", 8),
@@ -281,7 +282,8 @@ def test_the_search_finds_the_best_of_a_module(resnet: ModuleFacts) -> None:
         assert module_bound_s(job) <= module_time(job).seconds * (1 + 1e-9), str(layout)
         if fits(job, module_memory(job)):
             every.append(predict(job).seconds)
-    assert [p.seconds for p in found.best] == pytest.approx(sorted(every)[:3])
+    # Of those that are as good the simplest comes first.
+    assert sorted(p.seconds for p in found.best) == pytest.approx(sorted(every)[:3])
     assert found.played < len(every)
     assert all(0 < p.mfu < 0.8 for p in found.best)
     assert any(p.layout.spatial != (1, 1) for p in search(resnet, H200, 8, 4, top=30).best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,44 @@ def test_write_leaves_a_file_that_is_no_recipe_as_it_was(tmp_path: Path) -> None
     done = run("1m", "--machine", "h200", "--write", str(path))
     assert isinstance(done.exception, (RunError, UsageError))
     assert path.read_text() == "a: [1,\n"
+
+
+def test_values_for_programs_are_those_of_the_table() -> None:
+    table = run(*SMALL, "--top", "2", "--tokens", "1e10", "--price", "3").output.splitlines()
+    done = run(*SMALL, "--top", "2", "--tokens", "1e10", "--price", "3", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert (found["model"], found["devices"], found["batch"]) == ("350m", 8, 64)
+    for line, one in zip(table[2:4], found["layouts"], strict=True):
+        cells = line.split()
+        assert cells[0] == one["layout"]
+        assert cells[2] == f"{one['step_s']:.3f}"
+        assert cells[3] == f"{one['tokens_per_s']:,.0f}"
+        assert cells[6] == f"{one['device_bytes'] / 1e9:.1f}"
+        assert cells[-1] == f"{one['cost']:,.0f}"
+        assert sum(one["time_s"].values()) == pytest.approx(one["step_s"])
+        assert sum(one["memory_bytes"].values()) == pytest.approx(one["device_bytes"])
+        assert one["fits"] is True
+    one = json.loads(run(*SMALL, "--explain", "dp=8,precision=bf16", "--json").output)
+    assert one["layout"] == "dp=8,precision=bf16"
+    assert one["fits"] is True
+    large = ("llama3-70b", "--machine", "h200", "--batch", "8", "--explain", "dp=8,precision=bf16")
+    assert json.loads(run(*large, "--json").output)["fits"] is False
+
+
+def test_values_for_programs_have_no_words_between_them(recipe: Path) -> None:
+    assert "--why is told in words" in refused(*SMALL, "--json", "--why")
+    assert "--write is told in words" in refused(*SMALL, "--json", "--write", str(recipe))
+    assert "--json is of one number" in refused(*SMALL, "--json", "--scale", "1..2")
+
+
+def test_where_nothing_fits_the_nodes_that_would_do_are_named() -> None:
+    words = ("llama3-405b", "--machine", "h200", "--batch", "64")
+    done = run(*words, "--top", "1")
+    assert isinstance(done.exception, RunError), done.output
+    said = str(done.exception)
+    enough = int(said.rpartition("use -N ")[2])
+    assert enough in (4, 8, 16)
+    assert run(*words, "-N", str(enough), "--top", "1").exit_code == 0
+    half = run(*words, "-N", str(enough // 2), "--top", "1")
+    assert f"use -N {enough}" in str(half.exception)

@@ -10,9 +10,10 @@ from ridgeline.plan.known import find_model
 from ridgeline.plan.machine import load_machine
 from ridgeline.plan.memory import predict_memory
 from ridgeline.plan.network import collective_s, group_of
+from ridgeline.plan.own import GATHER_KERNELS, REDUCE_KERNELS, own_wire
 from ridgeline.plan.predict import predict
 from ridgeline.plan.software import MEGATRON_CORE
-from ridgeline.plan.time import lower_bound_s, parameters_of, predict_time
+from ridgeline.plan.time import lower_bound_s, parameters_of, predict_time, rank_alone_s
 
 H200 = load_machine("h200")
 MODEL = find_model("llama3-8b")
@@ -103,3 +104,35 @@ def test_an_optimizer_without_state_takes_no_memory_for_it() -> None:
     there, here = predict_memory(adam), predict_memory(sgd)
     assert there.optimizer - here.optimizer == pytest.approx(8.0 * count / 8)
     assert predict(sgd).time.optimizer < predict(adam).time.optimizer
+
+
+def test_gathering_weights_costs_the_host() -> None:
+    """`fully_shard` goes block by block in Python, forward and backward: small microbatches wait for it."""
+    host_s = 1e-3
+    slow = H200.replace(**{"device.host_kernel_s": host_s})
+    plain, sharded = (
+        job(f"{text}accumulate=4,precision=bf16", 32).replace(machine=slow)
+        for text in ("dp=8,", "dp=8,zero=3,")
+    )
+    blocks = 4 * MODEL.layers * (2 * GATHER_KERNELS + REDUCE_KERNELS)
+    more = blocks * host_s * sharded.software.host_share
+    assert rank_alone_s(sharded) - rank_alone_s(plain) == pytest.approx(more, rel=0.05)
+    assert predict_time(sharded).host - predict_time(plain).host == pytest.approx(more, rel=0.05)
+
+
+def test_a_sharded_stage_is_gathered_whole_once_a_step() -> None:
+    """In a pipeline `fully_shard` keeps a stage's weights, and adds its gradients up, until the step's end."""
+    found = job("dp=2,zero=3,pp=4,microbatches=16,precision=bf16")
+    there = predict_memory(found)
+    stage = MODEL.num_parameters / 4
+    assert there.working > 0.9 * (2 + 4) * stage
+    alone = predict_memory(job("dp=8,zero=3,accumulate=8,precision=bf16"))
+    assert alone.working < 2 * stage
+    once = predict_time(found).gathers
+    assert once == pytest.approx(predict_time(found.replace(microbatches=32)).gathers, rel=0.1)
+
+
+@pytest.mark.parametrize(("precision", "weight"), [("bf16", 2.0), ("fp32", 4.0), ("fp8", 2.0)])
+def test_gradients_of_shards_are_added_up_in_float32(precision: str, weight: float) -> None:
+    assert own_wire(3, precision) == (weight, 4.0)
+    assert own_wire(2, precision) == (weight, weight)
