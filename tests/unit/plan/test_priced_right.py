@@ -121,7 +121,7 @@ def test_gathering_weights_costs_the_host() -> None:
 
 
 def test_a_sharded_stage_is_gathered_whole_once_a_step() -> None:
-    """In a pipeline `fully_shard` keeps a stage's weights, and adds its gradients up, until the step's end."""
+    """In a pipeline `fully_shard` keeps a stage gathered, and adds its gradients up, until the end."""
     found = job("dp=2,zero=3,pp=4,microbatches=16,precision=bf16")
     there = predict_memory(found)
     stage = MODEL.num_parameters / 4
