@@ -124,7 +124,9 @@ def test_memory_with_recompute_is_what_a_step_takes(make: Any) -> None:
     said = {how: planned(make, how) for how in there}
     errors = {how: said[how] / there[how] - 1 for how in there}
     for how, error in errors.items():
-        print(f"{make.__name__} {how}: {said[how] / 1e6:.2f} MB, {error:+.1%} of {there[how] / 1e6:.2f}")
+        print(
+            f"{make.__name__} {how}: {said[how] / 1e6:.2f} MB, {error:+.1%} of {there[how] / 1e6:.2f}"
+        )
     for how, error in errors.items():
         assert abs(error) <= 0.18, (how, error)
     if there["selective"] < 0.9 * there["none"]:
