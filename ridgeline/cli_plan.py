@@ -239,7 +239,8 @@ def _require_together(given: dict[str, bool], scales: bool) -> None:
         one_of(("--write", "--explain", "--why", "--tokens", "--json", "--by", "--top"), many)
     if given["--explain"]:
         one_of(("--why", "--by", "--top"), "ranks layouts, and --explain has one")
-        one_of(("--with",), "is for the search; write it into the layout of --explain")
+        if given["--with"]:
+            raise UsageError("--with is for the search; write it into the layout of --explain")
     if given["--json"]:
         one_of(("--why", "--write"), "is told in words, and --json prints values alone")
     if given["--picture"] and not scales:

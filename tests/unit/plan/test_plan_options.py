@@ -216,3 +216,15 @@ def test_where_nothing_fits_the_nodes_that_would_do_are_named() -> None:
     assert run(*words, "-N", str(enough), "--top", "1").exit_code == 0
     half = run(*words, "-N", str(enough // 2), "--top", "1")
     assert f"use -N {enough}" in str(half.exception)
+
+
+def test_one_layout_takes_no_options_of_the_search() -> None:
+    one = (*SMALL, "--explain", "dp=8,precision=bf16")
+    assert "--why ranks layouts, and --explain has one" in refused(*one, "--why")
+    assert "--by ranks layouts" in refused(*one, "--by", "memory")
+    assert "--top ranks layouts" in refused(*one, "--top", "3")
+    assert "write it into the layout" in refused(*one, "--with", "compile=true")
+    assert "--by is of one number of nodes" in refused(*SMALL, "--scale", "1..2", "--by", "memory")
+    said = run(*one, "--tokens", "1e10").output
+    found = json.loads(run(*one, "--tokens", "1e10", "--json").output)
+    assert f"in {found['days']:.3g} days" in said
