@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
+from ridgeline.cli_planned import (
+    change_machine,
+    read_machine,
+    read_model,
+    read_precision,
+    read_said,
+    require_together,
+    trace_model,
+)
 from ridgeline.cli_validate import choose, validate
 from ridgeline.errors import RunError, UsageError
 
@@ -22,7 +31,6 @@ if TYPE_CHECKING:
     from ridgeline.layout import Layout
     from ridgeline.plan.kinds import Model
     from ridgeline.plan.machine import Machine
-    from ridgeline.plan.module import ModuleFacts
     from ridgeline.plan.search import Found
 
 
@@ -138,18 +146,18 @@ def best(
         "--tokens": tokens is not None, "--json": as_json, "--by": by is not None,
         "--top": top is not None, "--with": bool(said), "--picture": picture is not None,
     }  # fmt: skip
-    _require_together(given, scale is not None)
+    require_together(given, scale is not None)
     by, top = by or "time", top or 10
-    sizes, own_batch, own_precision = _model(model, seq, inputs or [])
+    sizes, own_batch, own_precision = read_model(model, seq, inputs or [])
     if write is not None:
         require_model(write, model, sizes)
-    place = _machine(machine)
-    precision = _precision(precision, own_precision, place, explain)
+    place = read_machine(machine)
+    precision = read_precision(precision, own_precision, place, explain)
     if price is not None:
         if tokens is None and by != "cost":
             raise UsageError("--price is for the cost of a goal; give that with --tokens")
         place = place.replace(price_per_device_hour=price)
-    place = _changed(place, what_if or [])
+    place = change_machine(place, what_if or [])
     if sample_bytes and not place.storage_bandwidth:
         raise UsageError(
             f"--sample-bytes is read at the machine's storage_bandwidth, which {place.name} does not "
@@ -173,7 +181,7 @@ def best(
                 raise RunError(f"{layout} does not fit, and {write} is left as it was")
             typer.echo(write_layout(write, layout))
         return
-    fixed = _said(",".join(said or []))
+    fixed = read_said(",".join(said or []))
     if scale is not None:
         _scale(scale, sizes, place, batch, precision, picture, sample_bytes, fixed)
         return
@@ -208,142 +216,6 @@ def best(
         typer.echo(write_layout(write, startable(found, write).layout))
 
 
-def _machine(name: str) -> Machine:
-    """By its profile's name, a file of it, or measured rates."""
-    from ridgeline.plan.machine import load_machine
-    from ridgeline.plan.show import show_programs
-
-    if name.endswith(".json"):
-        from ridgeline.plan.measured import load_measured
-
-        place = load_measured(Path(name))
-        if place.source.get("assumed"):
-            typer.echo(f"assumed of {place.name}: {place.source['assumed']}", err=True)
-    else:
-        place = load_machine(name)
-    for line in show_programs(place):
-        typer.echo(line, err=True)
-    return place
-
-
-def _require_together(given: dict[str, bool], scales: bool) -> None:
-    """No option that would do nothing beside the others."""
-
-    def one_of(names: tuple[str, ...], why: str) -> None:
-        for name in names:
-            if given[name]:
-                raise UsageError(f"{name} {why}; leave one of them out")
-
-    if scales:
-        many = "is of one number of nodes, and --scale has many"
-        one_of(("--write", "--explain", "--why", "--tokens", "--json", "--by", "--top"), many)
-    if given["--explain"]:
-        one_of(("--why", "--by", "--top"), "ranks layouts, and --explain has one")
-        if given["--with"]:
-            raise UsageError("--with is for the search; write it into the layout of --explain")
-    if given["--json"]:
-        one_of(("--why", "--write"), "is told in words, and --json prints values alone")
-    if given["--picture"] and not scales:
-        raise UsageError("--picture draws the curves of --scale; give that too, as in 1..64")
-
-
-SAID = ("compile", "shard", "compress", "sync", "offload")
-"""What the search does not choose and the planner knows the price of."""
-
-
-def _precision(asked: str | None, own: str | None, place: Machine, explain: str | None) -> str:
-    """What was asked for, else the recipe's, else the 16 bits that the device has."""
-    from ridgeline.plan.machine import require_precision
-
-    found = asked or own
-    if found is None:
-        have = [name for name in ("bf16", "fp16", "fp32") if place.device.peak_flops.get(name)]
-        found = have[0]
-        if found != "bf16":
-            typer.echo(f"{place.device.name} has no bf16: planned in {found}", err=True)
-    if explain is None or "precision=" not in explain:
-        require_precision(
-            place, found, "--precision" if asked else "the recipe" if own else "--machine"
-        )
-    return found
-
-
-def _said(text: str) -> dict[str, Any]:
-    """Fields of a layout that the search is not to choose."""
-    from ridgeline.layout import Layout
-
-    names = [item.partition("=")[0].strip() for item in text.split(",") if item.strip()]
-    layout = Layout.parse(text, "--with")
-    for name in names:
-        if name not in SAID:
-            raise UsageError(
-                f"{name} in --with {text} is not for it: it takes {', '.join(SAID)}, and the search "
-                "chooses the rest; ask for one layout with --explain"
-            )
-    if layout.sync == "async":
-        raise UsageError(f"the planner has no model of sync=async in --with {text}; leave it out")
-    return {name: getattr(layout, name) for name in names}
-
-
-def _model(name: str, seq: int | None, inputs: list[str]) -> tuple[Model, int, str | None]:
-    """A model's sizes or a module's facts, and the batch and precision that go with them."""
-    from ridgeline.plan.known import MODELS, find_model
-
-    known = name in MODELS
-    if inputs and (known or ":" not in name):
-        raise UsageError(
-            f"--input {inputs[0]} is for package.module:factory; {name} has its own samples"
-        )
-    if known:
-        return find_model(name, seq), 1024, None
-    from ridgeline.config import find_recipe, load_config, recipe_names
-
-    is_recipe = name in recipe_names() or name.endswith((".yaml", ".yml"))
-    if not is_recipe and not name.endswith(".json") and ":" not in name:
-        return find_model(name, seq), 1024, None
-    batch: int = 1024
-    precision: str | None = None
-    if is_recipe:
-        from ridgeline.layout import Layout, read_auto
-        from ridgeline.plan.recipe import recipe_model
-
-        config = load_config(find_recipe(name), []).config
-        batch = config.train.batch
-        precision = (read_auto(config.layout) or Layout.parse(config.layout, "layout")).precision
-        if config.model.name == "llama":
-            return recipe_model(config, seq=seq), batch, precision
-    if seq is not None:
-        raise UsageError(
-            f"--seq {seq} is for models that are planned by their sizes, and {name} is planned from a "
-            "trace; change the recipe or --input, and trace it again"
-        )
-    if name.endswith(".json"):
-        from ridgeline.plan.module import load_facts
-
-        return load_facts(Path(name)), batch, precision
-    return _trace(name, [], inputs), batch, precision
-
-
-def _trace(name: str, overrides: list[str], inputs: list[str]) -> ModuleFacts:
-    """Facts of a recipe's model, or of a module of the user's own."""
-    from ridgeline.cli_shared import require_torch
-
-    require_torch(f"tracing {name}")
-    from ridgeline.train.traced import trace_named, trace_recipe
-
-    if ":" in name:
-        if overrides:
-            raise UsageError(f"{overrides[0]!r} changes a recipe, and {name} is none; leave it out")
-        return trace_named(name, inputs)
-    from ridgeline.config import find_recipe, load_config
-
-    if inputs:
-        raise UsageError(
-            f"--input {inputs[0]} is for package.module:factory; {name} has its own samples"
-        )
-    return trace_recipe(load_config(find_recipe(name), overrides).config)
-
-
 @plan_app.command()
 def facts(
     model: Annotated[str, typer.Argument(help="A recipe, or package.module:factory.")],
@@ -366,34 +238,12 @@ def facts(
     from ridgeline.plan.module import write_facts
     from ridgeline.plan.show import show_facts
 
-    found = _trace(model, overrides or [], inputs or [])
+    found = trace_model(model, overrides or [], inputs or [])
     for line in show_facts(found):
         typer.echo(line)
     if out is not None:
         write_facts(found, out)
         typer.echo(f"\nfacts written to {out}")
-
-
-def _changed(machine: Machine, changes: list[str]) -> Machine:
-    from ridgeline.plan.profile import read_number
-    from ridgeline.plan.show import read_place
-
-    for text in changes:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        was = read_place(machine, name)
-        if not equals or isinstance(was, bool) or not isinstance(was, (int, float)):
-            raise UsageError(
-                f"{text!r} in --what-if changes nothing; write a number's place as in "
-                "inter.bandwidth=400e9, device.memory_bytes=141e9 or device.peak_flops.bf16=2e15"
-            )
-        number = read_number(name, value, "--what-if")
-        head, _, key = name.rpartition(".")
-        inside = read_place(machine, head) if head else None
-        if isinstance(inside, dict):
-            machine = machine.replace(**{head: {**inside, key: number}})
-        else:
-            machine = machine.replace(**{name: number})
-    return machine
 
 
 def _explain(

@@ -41,7 +41,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("scaling", "search", "export", "report"),
     ("compat",),
     ("cli_shared",),
-    ("cli_jobs", "cli_network", "cli_validate"),
+    ("cli_jobs", "cli_network", "cli_planned", "cli_validate"),
     ("cli_checkpoint", "cli_data", "cli_doctor", "cli_launch", "cli_machine", "cli_plan"),
     ("cli",),
     ("__main__",),
@@ -101,6 +101,7 @@ TORCH_FREE = (
     "ridgeline.cli_machine",
     "ridgeline.cli_network",
     "ridgeline.cli_plan",
+    "ridgeline.cli_planned",
     "ridgeline.cli_validate",
     "ridgeline.cli",
 )
