@@ -3,9 +3,10 @@
 Two parts. `rates` times matrix products over many shapes, attention, element-wise kernels, the loss, the
 optimizer and the launch of small kernels: they make a measured `machine.json` for `ridgeline plan`. `runs`
 trains small and middling Llamas in many layouts through the same code as `ridgeline train`, each in a
-process of its own (and the launches once more in each): on one rank, and as one rank of a larger job with
-torch's fake process group (nothing is sent, so the time is without communication; memory and kernels are
-right). The next process gets ready while one measures, so that thirty runs take some four minutes.
+process of its own: on one rank, and as one rank of a larger job with torch's fake process group (nothing is
+sent, so the time is without communication; memory and kernels are right). A host has fast minutes and slow
+ones, so launches are timed between the steps of every run, too; and since a process that imports beside
+one that measures slows it down, all are forked from one that has imported everything.
 
     python benchmarks/gpu_plan_runs.py [--json FILE] [--limit 235] [--only TEXT] [--tiny --device cpu]
 """
@@ -136,7 +137,7 @@ def measure_run(run: Run, device: str, tiny: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated() if cuda else 0
     training.arranged.train()
-    seconds, peaks, host = [], [], []
+    seconds, peaks, host, windows = [], [], [], []
     batches = iter(training.loader.epoch(0))
     for _ in range(WARM_STEPS + TIMED_STEPS):
         here = training.to_device(next(batches))
@@ -151,6 +152,8 @@ def measure_run(run: Run, device: str, tiny: bool) -> dict[str, Any]:
         _settle(device)
         seconds.append(time.perf_counter() - start)
         peaks.append((backward, torch.cuda.max_memory_allocated() if cuda else 0))
+        if len(seconds) > WARM_STEPS:
+            windows.append(_launches(device))
     here = training.to_device(next(batches))
     kernels = _profile(training, here, device) if run.profile else None
     found = {
@@ -169,7 +172,7 @@ def measure_run(run: Run, device: str, tiny: bool) -> dict[str, Any]:
         "build_s": built_s,
         "profiled": kernels,
     }
-    return {**found, "launch": _launches(device)}
+    return {**found, "launch": _median_of(windows), "launch_windows": windows}
 
 
 def _settle(device: str) -> None:
@@ -418,13 +421,13 @@ def _launches(device: str) -> dict[str, float]:
 
     def per_call(call: Any, count: int) -> float:
         times = []
-        for _ in range(7):
+        for _ in range(5):
             _settle(device)
             start = time.perf_counter()
             call()
             _settle(device)
             times.append((time.perf_counter() - start) / count)
-        return statistics.median(times[2:])
+        return statistics.median(times[1:])
 
     def adds() -> None:
         for _ in range(500):
@@ -437,6 +440,10 @@ def _launches(device: str) -> dict[str, float]:
     }
 
 
+def _median_of(windows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in windows) for name in windows[0]}
+
+
 def with_every_window(result: dict[str, Any]) -> dict[str, Any]:
     """The launches of all processes in one: a host has slow seconds, and a figure from one of them is off
     by a factor. The rates keep what each has measured."""
@@ -444,22 +451,14 @@ def with_every_window(result: dict[str, Any]) -> dict[str, Any]:
     if not rates:
         return result
     windows = [rates["launch"], *(run["launch"] for run in result["runs"])]
-    launch = {name: statistics.median(one[name] for one in windows) for name in windows[0]}
-    return {**result, "rates": {**rates, "launch": launch, "launch_windows": windows}}
+    return {**result, "rates": {**rates, "launch": _median_of(windows), "launch_windows": windows}}
 
 
-def _work(pipe: Any, device: str, tiny: bool) -> None:
-    """One process: gets ready, waits for its task, does it, answers and ends."""
+def _work(task: Run | None, pipe: Any, device: str, tiny: bool) -> None:
+    """One process: does its task, answers and ends."""
     import torch
 
     torch.set_num_threads(1 if tiny else 4)
-    import ridgeline.train.setup  # noqa: F401  (read now, while another run is measured)
-
-    pipe.send("ready")
-    try:
-        task = pipe.recv()
-    except EOFError:
-        return
     if device == "cuda":
         torch.zeros(1, device=device)
     try:
@@ -470,36 +469,27 @@ def _work(pipe: Any, device: str, tiny: bool) -> None:
         pipe.send({"error": f"{type(error).__name__}: {first}"[:300]})
 
 
-class _Worker:
-    """A process that is getting ready."""
-
-    def __init__(self, device: str, tiny: bool) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, device, tiny), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def do(self, task: Run | None, seconds: float) -> dict[str, Any]:
-        """The task's answer, or why there is none."""
-        try:
-            self.pipe.recv()
-            self.pipe.send(task)
-            if not self.pipe.poll(seconds):
-                return {"error": f"took longer than {seconds:.0f} s"}
-            answer: dict[str, Any] = self.pipe.recv()
-            return answer
-        except (EOFError, BrokenPipeError):
-            return {"error": "the process ended without an answer"}
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        self.pipe.close()
-        self.process.join(5)
-        if self.process.is_alive():
-            self.process.terminate()
-            self.process.join()
+def do(task: Run | None, device: str, tiny: bool, seconds: float) -> dict[str, Any]:
+    """The task's answer, or why there is none."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "ridgeline.train.setup"])
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(task, theirs, device, tiny), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not pipe.poll(seconds):
+            return {"error": f"took longer than {seconds:.0f} s"}
+        answer: dict[str, Any] = pipe.recv()
+        return answer
+    except EOFError:
+        return {"error": "the process ended without an answer"}
+    finally:
+        pipe.close()
+        process.join(5)
+        if process.is_alive():
+            process.terminate()
+            process.join()
 
 
 def main() -> None:
@@ -518,17 +508,12 @@ def main() -> None:
             sys.exit("gpu_plan_runs: torch sees no CUDA device here; this benchmark needs one")
     tasks: list[Run | None] = [None, *(run for run in RUNS if args.only in str(run))]
     result: dict[str, Any] = {"rates": {}, "runs": [], "failed": []}
-    worker = _Worker(args.device, args.tiny)
     for index, task in enumerate(tasks):
-        following = _Worker(args.device, args.tiny) if index + 1 < len(tasks) else None
         left = args.limit - (time.perf_counter() - began)
         if left < 8:
             result["failed"] += [{"run": str(t), "error": "no time left"} for t in tasks[index:]]
-            worker.end()
-            if following is not None:
-                following.end()
             break
-        answer = worker.do(task, min(left, 40.0))
+        answer = do(task, args.device, args.tiny, min(left, 60.0))
         name = "rates" if task is None else f"{task.size} {task.seq} x {task.samples} {task.layout}"
         took = time.perf_counter() - began
         if "error" in answer:
@@ -542,8 +527,6 @@ def main() -> None:
             short = {k: answer[k] for k in ("peak_step_bytes", "peak_reserved_bytes", "step_s")}
             print(f"{took:6.1f} s  {name} {json.dumps(short)}", file=sys.stderr, flush=True)
         write_json(args.json, with_every_window(result))
-        if following is not None:
-            worker = following
     print_table(
         ("model", "seq", "samples", "layout", "rank", "held GB", "peak GB", "reserved GB", "s"),
         [

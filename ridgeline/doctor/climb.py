@@ -3,11 +3,11 @@
 Every state runs in a process of its own (`states.py`) from the same seed on the same samples. A remedy is
 kept when it is faster by more than the noise of the turns and the loss curve stays where the baseline's
 is; one that costs no digits is held to the last kept state that does, since it is not to answer for what
-that did. At the end the baseline and the last state run side by side once more: a product of gains that
-were each chosen for being large tends to be too large. Compiled code is kept in the climb's folder, so
-that a state that was compiled once starts sooner, and states start ahead of their turn (`ahead.py`). An
-interrupt ends the climb where it is, with what was kept so far. Called by `ridgeline doctor --climb`;
-itself imports without torch.
+that did, and one that costs digits and begins behind is looked at for longer. At the end the baseline and
+the last state run side by side once more: a product of gains that were each chosen for being large tends to
+be too large. Compiled code is kept in the climb's folder, so that a state that was compiled once starts
+sooner, and states start ahead of their turn (`ahead.py`). An interrupt ends the climb where it is, with
+what was kept so far. Called by `ridgeline doctor --climb`; itself imports without torch.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ from ridgeline.doctor.ladder import (
     show_rate,
 )
 from ridgeline.doctor.losses import (
+    LONGER,
     NUDGE,
     difference,
     is_near,
+    judge_longer,
     judge_losses,
     judge_whole,
+    may_keep_pace,
     tell_losses,
     wobble_of,
 )
@@ -95,6 +98,10 @@ class _Ascent:
     """Of the last kept state that costs digits, the baseline's before there is one."""
     rounded: str = ""
     """That state's remedy."""
+    is_apart: bool = False
+    """Whether a state was kept after a longer look: it began away from the baseline."""
+    behind: float = 0.0
+    """Share of the steps by which such states are behind it."""
     wobble: float | None = None
     """How far the baseline is from itself after a nudge; None where that is not known."""
     is_wobble_asked: bool = False
@@ -427,7 +434,9 @@ def _try(
     whose = "" if remedy.costs_digits else ascent.rounded
     while True:
         try:
-            rung, candidate = _measure(dropped, config, whose, ascent, foreseen, number)
+            rung, candidate = _measure(
+                dropped, config, whose, remedy.costs_digits, ascent, foreseen, number
+            )
         except BeforeFailed:
             raise
         except RunError as error:
@@ -444,11 +453,13 @@ def _measure(
     tried: Rung,
     config: RunConfig,
     whose: str,
+    is_rounding: bool,
     ascent: _Ascent,
     foreseen: Iterable[Foreseen],
     number: int,
 ) -> tuple[Rung, Candidate | None]:
-    """`whose` losses it is held to: those of the state of that remedy, or the baseline's."""
+    """`whose` losses it is held to: those of the state of that remedy, or the baseline's; `is_rounding`:
+    whether it costs digits."""
     effort, kept = ascent.effort, ascent.kept
     held_to = ascent.rounded_losses if whose else ascent.reordered_losses
     place = f"{len(ascent.rungs):02}-{tried.name.replace(' ', '-')}"
@@ -462,7 +473,14 @@ def _measure(
             problem = judge_losses(losses, held_to, effort, ascent.wobble or 0.0)
         if problem and whose:
             problem += f", of {whose}"
-        problem = problem or judge_whole(losses, ascent.baseline_losses, effort)
+        whole = ascent.rounded_losses if ascent.is_apart else ascent.baseline_losses
+        problem = problem or judge_whole(losses, whole, effort)
+        behind, longer = 0.0, False
+        if problem and is_rounding and may_keep_pace(losses, held_to, effort):
+            longer = not ascent.is_late and kept.goes_on
+        if longer:
+            later, behind = _look_longer(ascent, candidate)
+            problem = later and f"{problem}; {later}"
         if problem:
             return build_rung(tried, candidate, False, problem, apart, losses=losses), None
         ascent.ahead.settle()
@@ -471,9 +489,15 @@ def _measure(
         # Many together that bring next to nothing may have one among them that harms.
         quiet = effort.least_gain if tried.members else QUIET
         gain, noise = raced.gain, raced.noise(effort.least_gain, quiet)
-        keep = gain > 1 + noise
+        # Steps that it learns less in are steps that it has to make up for.
+        keep = gain > 1 + noise + max(behind, 0.0)
         wobble = ascent.wobble or 0.0
-        why = tell_gain(gain, noise) + tell_losses(losses, held_to, effort, wobble, whose)
+        if longer:
+            why = tell_gain(gain, noise) + _tell_behind(behind, ascent)
+        else:
+            why = tell_gain(gain, noise) + tell_losses(losses, held_to, effort, wobble, whose)
+        if keep and longer:
+            ascent.is_apart, ascent.behind = True, ascent.behind + max(behind, 0.0)
         rung = build_rung(tried, candidate, keep, why, apart, raced, losses)
         return dataclasses.replace(rung, noise=noise), candidate if keep else None
     except KeyboardInterrupt:
@@ -482,6 +506,28 @@ def _measure(
     finally:
         if candidate is not None and not keep:
             candidate.close(wait_s)
+
+
+def _look_longer(ascent: _Ascent, candidate: Candidate) -> tuple[str, float]:
+    """What is wrong with it after more steps, beside the last kept state's after as many; and by what share
+    of them it is behind."""
+    num, curves = LONGER * ascent.effort.check_steps, []
+    for state in (ascent.kept, candidate):
+        try:
+            if (missing := num - len(state.losses)) > 0:
+                state.run(missing, 0)
+        except RunError as error:
+            if state is ascent.kept:
+                raise BeforeFailed(f"the state that was kept failed: {error}") from error
+            raise
+        curves.append(state.losses[:num])
+    return judge_longer(curves[1], curves[0], ascent.behind)
+
+
+def _tell_behind(behind: float, ascent: _Ascent) -> str:
+    num = LONGER * ascent.effort.check_steps
+    where = "behind" if behind > 0 else "ahead"
+    return f"; its loss begins apart, and is {abs(behind) * num:.1f} steps {where} after {num}"
 
 
 def _find_wobble(ascent: _Ascent) -> bool:

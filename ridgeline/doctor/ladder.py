@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from ridgeline.doctor.losses import BEHIND, WIDEST, WOBBLES, widen
+from ridgeline.doctor.losses import BEHIND, LONGER, WIDEST, WOBBLES, widen
 from ridgeline.machine.picture import duration
 
 DISAGREE = (
@@ -223,7 +223,8 @@ def _notes(ladder: Ladder) -> list[str]:
         f"loss: mean of the last quarter of {ladder.check_steps} steps against the baseline's on the same "
         f"samples; {_loss_bound(ladder)}; up to {WIDEST * ladder.loss_bound:.2%} pass where losses fall so "
         f"fast that this is at most {BEHIND * ladder.check_steps:.1f} steps; what costs no digits is held "
-        "to the last kept state that does",
+        "to the last kept state that does, and what costs digits and begins further apart may be "
+        f"{BEHIND:.0%} of {LONGER * ladder.check_steps} steps behind the last kept state",
     )
     tenth = "10th step: from the start of the state's process to the end of its tenth step"
     if any(rung.beside and rung.tenth_step_s is not None for rung in ladder.rungs):

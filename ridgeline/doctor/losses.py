@@ -3,8 +3,9 @@
 Both start from the same weights and see the same samples. Some trainings are further from themselves than
 the bound when nothing but a rounding of the first weights differs; how far is measured where it matters
 (`wobble_of`), and the bound is widened by it. And where losses fall fast, as those of a first minute do, a
-small share of a step is a large share of the loss: such curves are compared by steps (`steps_behind`). Used
-by `climb.py`; imports without torch.
+small share of a step is a large share of the loss: such curves are compared by steps (`steps_behind`). What
+rounds coarsely loses some of its first step and keeps the pace from there on: whether it does is seen over
+more steps (`judge_longer`). Used by `climb.py`; imports without torch.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ BEHIND = 0.05
 """Share of the compared steps by which a curve may be behind the baseline's or ahead of it."""
 SURE = 3.0
 """Losses fall where their slope is so many times as large as its standard error."""
+
+LONGER = 3
+"""So many times as many steps are compared of a state that costs digits and has begun behind."""
+FURTHEST = 20.0
+"""Where its loss is off by no more than so many bounds by then; beyond, it computes something else."""
 
 
 def wobble_of(nudged: list[float], baseline: list[float]) -> float:
@@ -90,6 +96,12 @@ def _is_alike(losses: list[float], baseline: list[float]) -> bool:
     return abs(steps_behind(losses, baseline)) <= BEHIND * len(baseline)
 
 
+def _is_first_off(losses: list[float], baseline: list[float], effort: Effort) -> float:
+    """By how much, where that is more than it may be; else 0."""
+    first = abs(losses[0] - baseline[0]) / max(abs(baseline[0]), 1e-12)
+    return first if first > FIRST_LOSS * effort.loss_bound else 0.0
+
+
 def _end(losses: list[float], num_steps: int) -> float:
     """Mean of the last quarter."""
     return statistics.fmean(losses[-max(1, num_steps // 4) :])
@@ -103,8 +115,7 @@ def judge_losses(
     for step, loss in enumerate(losses):
         if not math.isfinite(loss) and math.isfinite(baseline[step]):
             return f"the loss is {loss} at step {step + 1}"
-    first = abs(losses[0] - baseline[0]) / max(abs(baseline[0]), 1e-12)
-    if first > FIRST_LOSS * effort.loss_bound:
+    if first := _is_first_off(losses, baseline, effort):
         return f"the first loss is {first:.2%} off, so it computes something else"
     apart, bound = difference(losses, baseline), effort.loss_bound
     if abs(apart) <= WIDEST * bound and _is_alike(losses, baseline):
@@ -113,6 +124,45 @@ def judge_losses(
         mine, theirs = _end(losses, len(baseline)), _end(baseline, len(baseline))
         return f"the loss is {apart:+.2%} off after {len(baseline)} steps ({mine:.4g} against {theirs:.4g})"
     return ""
+
+
+def may_keep_pace(losses: list[float], baseline: list[float], effort: Effort) -> bool:
+    """Whether a curve that is judged wrong, but not wholly so, deserves a longer look."""
+    finite = all(map(math.isfinite, losses))
+    if not finite or _is_first_off(losses, baseline, effort):
+        return False
+    return abs(difference(losses, baseline)) <= FURTHEST * effort.loss_bound
+
+
+def judge_longer(losses: list[float], before: list[float], behind: float) -> tuple[str, float]:
+    """What is wrong with a state over more steps beside the one that was kept, which is itself the share
+    `behind` of them behind the baseline; and the share by which the two are.
+
+    >>> falling = [8.0 - 0.1 * step for step in range(60)]
+    >>> judge_longer([loss + 0.15 for loss in falling], falling, 0.0)
+    ('', 0.025)
+    >>> judge_longer([loss + 0.15 for loss in falling], falling, 0.03)[0]
+    'the loss is 1.5 steps behind after 60 steps, and with all that was kept 5.5% of them'
+    """
+    num = len(before)
+    for step, loss in enumerate(losses):
+        if not math.isfinite(loss) and math.isfinite(before[step]):
+            return f"the loss is {loss} at step {step + 1}", 0.0
+    share = steps_behind(losses, before) / num
+    if not math.isfinite(share):
+        return (
+            f"the loss does not fall beyond doubt in {num} steps, so that it cannot catch up",
+            0.0,
+        )
+    if abs(share) > BEHIND:
+        where = "behind" if share > 0 else "ahead"
+        return f"the loss is {abs(share) * num:.1f} steps {where} after {num} steps", share
+    if behind + share > BEHIND:
+        return (
+            f"the loss is {share * num:.1f} steps behind after {num} steps, and with all that was kept "
+            f"{behind + share:.1%} of them"
+        ), share
+    return "", share
 
 
 def judge_whole(losses: list[float], baseline: list[float], effort: Effort) -> str:

@@ -101,6 +101,9 @@ def build_spares(config: RunConfig, folder: Path, cache: Path | None, number: in
 class Candidate:
     """A recipe's state in its own process. Compiled code is kept in `cache`, or beside the states."""
 
+    goes_on = True
+    """Whether its losses are of one training, however many steps it takes."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -249,6 +252,8 @@ def raise_as_usage(error: RunError) -> None:
 class ScriptCandidate(Candidate):
     """A script's state. Its settings stand in a configuration, so that the same remedies serve; after the
     first steps it says of the script what a recipe would."""
+
+    goes_on = False  # a script may end, and is started again then
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ REMEDIES = {
 class State:
     """Faster with more threads, and its losses off by `off` then; by `wobbles` where it is nudged."""
 
+    goes_on = True
     off = 0.007
     wobbles = 0.004
     fails = False
@@ -84,6 +85,11 @@ class State:
         apart = self.wobbles * (-1) ** len(self.started) if self.nudge else 0.0
         apart += self.off if self.config.data.threads > 1 else 0.0
         self.losses += [2.0 * (1.0 + apart)] * effort.check_steps
+
+    def run(self, untimed: int, timed: int) -> float:
+        """Further steps, whose losses stay apart."""
+        self.losses += [self.losses[-1]] * (untimed + timed)
+        return self.step_s
 
     def turn(self) -> float:
         self.turns.append(self.step_s)
@@ -195,6 +201,94 @@ def test_where_losses_fall_fast_they_are_compared_by_steps(
         assert f"; its loss is 0.4 steps {'behind' if late > 0 else 'ahead'}" in rung.why
     assert len(rung.losses) == len(ladder.rungs[0].losses) == EFFORT.check_steps
     assert "up to 2.00% pass where losses fall so fast that this is at most 0.6 steps" in text
+
+
+class Slow(State):
+    """Falls by `falls` a step at first; `late` steps behind from the third on, and `grows` more a step."""
+
+    late: dict[int, float] = {}  # noqa: RUF012
+    grows, falls = 0.0, 0.4
+
+    def check(self, effort: Effort) -> None:
+        self.run(effort.check_steps, 0)
+
+    def run(self, untimed: int, timed: int) -> float:
+        for _ in range(untimed + timed):
+            step = len(self.losses)
+            late = self.late.get(self.config.data.threads, 0.0) * min(1.0, step / 3)
+            at = step - late - (self.grows * step if late else 0.0)
+            steep, flat = min(at, 9.0), max(at - 9.0, 0.0)
+            self.losses.append(6.0 - self.falls * steep - 0.02 * flat)
+        return self.step_s
+
+
+def climb_slowly(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, late: dict[int, float], **changes: Any
+) -> Ladder:
+    monkeypatch.setattr(climb_file, "Candidate", Slow)
+    monkeypatch.setattr(Slow, "late", late)
+    for name, value in changes.items():
+        monkeypatch.setattr(Slow, name, value)
+    wanted = {n: remedy(f"{n} threads", 10.0 - n, f"data.threads={n}") for n in sorted(late)}
+    return go(folder, {one.name: one for one in wanted.values()})[0]
+
+
+def test_what_begins_behind_and_keeps_the_pace_is_kept(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 12 steps it is 6 % off, beyond four bounds; after 36 it is 0.5 steps behind as before."""
+    rung = climb_slowly(tmp_path, monkeypatch, {2: 0.5}).rungs[1]
+    assert rung.kept, rung.why
+    assert rung.loss_difference is not None
+    assert rung.loss_difference > 0.02
+    assert rung.why.endswith("; its loss begins apart, and is 0.5 steps behind after 36")
+    assert len(rung.losses) == EFFORT.check_steps
+
+
+def test_what_falls_behind_further_is_dropped(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung = climb_slowly(tmp_path, monkeypatch, {2: 0.5}, grows=0.06).rungs[1]
+    assert not rung.kept
+    assert "steps behind after 36 steps" in rung.why
+
+
+def test_what_lags_more_than_it_gains_is_dropped(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2.8 % of the steps behind, and 2 % faster."""
+    monkeypatch.setattr(
+        Slow, "step_s", property(lambda s: 0.1 / (1 + 0.02 * (s.config.data.threads - 1)))
+    )
+    rung = climb_slowly(tmp_path, monkeypatch, {2: 1.0}).rungs[1]
+    assert not rung.kept
+    assert "is 1.0 steps behind after 36" in rung.why
+
+
+def test_states_that_are_behind_do_not_add_up(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladder = climb_slowly(tmp_path, monkeypatch, {2: 1.0, 3: 1.0, 4: 2.0}, falls=0.2)
+    assert [rung.kept for rung in ladder.rungs[1:]] == [True, True, False]
+    assert "and with all that was kept 5.6% of them" in ladder.rungs[3].why
+
+
+def test_what_costs_no_digits_has_no_longer_look(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(climb_file, "Candidate", Slow)
+    monkeypatch.setattr(Slow, "late", {2: 0.5})
+    order = dataclasses.replace(REMEDIES["two threads"], risk="order")
+    rung = go(tmp_path, {order.name: order})[0].rungs[1]
+    assert not rung.kept
+    assert "off after 12 steps" in rung.why
+
+
+def test_a_script_that_may_end_has_no_longer_look(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung = climb_slowly(tmp_path, monkeypatch, {2: 0.5}, goes_on=False).rungs[1]
+    assert "off after 12 steps" in rung.why
 
 
 def test_all_together_are_no_further_than_one_may_be(
