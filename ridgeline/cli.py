@@ -25,7 +25,7 @@ from ridgeline.cli_doctor import doctor
 from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
-from ridgeline.cli_shared import choose_for_ranks, has_torch, num_cores, require_torch
+from ridgeline.cli_shared import choose_for_ranks, num_cores, require_torch
 from ridgeline.errors import Requeue, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ridgeline.launch.start import Starter
     from ridgeline.plan.auto import Chosen
     from ridgeline.rundir import RunDir
+
+_GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""One of these is there where torch could find a GPU; where none is, it need not be asked."""
 
 app = typer.Typer(
     help="Take a PyTorch model that trains on one device to the whole machine, and know why it is "
@@ -267,7 +270,7 @@ def _default_processes(config: RunConfig, before: RunDir | None) -> int:
         last = Layout.parse(before.file(LAYOUT).read_text().strip(), LAYOUT)
         if last.world_size % said == 0:
             return last.world_size
-    if config.device == "cpu":
+    if config.device == "cpu" or not any(map(Path.exists, _GPU_DRIVERS)):
         return said
     import torch
 
@@ -279,12 +282,10 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
     """Everything that can be known to be wrong without starting a process. A layout that is still `auto`
     is chosen in the job, on its nodes."""
     from ridgeline.layout import Layout, check_available, read_auto, require_layout
+    from ridgeline.train.checks import check_batch, check_names
 
     if read_auto(config.layout) is not None:
-        if has_torch():
-            from ridgeline.train.checks import check_names
-
-            check_names(config)
+        check_names(config)
         return
     said = Layout.parse(config.layout, "layout")
     # What does not compose does so on no number of processes: that comes before their count. Whether
@@ -294,10 +295,6 @@ def _check_before_start(config: RunConfig, num_processes: int) -> None:
     require_layout(layout, "layout")
     for finding in check_available(layout):
         raise UsageError(str(finding))
-    if not has_torch():
-        return  # a login node: the rest is found out in the job
-    from ridgeline.train.checks import check_batch, check_names
-
     check_batch(config, layout)
     check_names(config)
 

@@ -5,10 +5,11 @@ Needs no torch. Called by `cli.py` and the `cli_*.py` beside it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import typer
@@ -24,21 +25,18 @@ if TYPE_CHECKING:
 
 
 def has_torch() -> bool:
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError:
-        return False
-    return True
+    """Without importing it, which takes seconds: a command that starts ranks leaves that to them."""
+    with suppress(ModuleNotFoundError):
+        return importlib.util.find_spec("torch") is not None
+    return False
 
 
 def require_torch(what: str) -> None:
     """Most commands work without torch; `what` does not, and says so before it begins."""
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
+    if not has_torch():
         raise UsageError(
             f"{what} needs torch, which is not installed here; pip install 'torch>=2.11,<2.14'"
-        ) from error
+        )
 
 
 def num_cores() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,3 +141,14 @@ def raise_first(failures: list[RankFailure], log_dir: Path) -> NoReturn:
         )
     text = f"rank {cause.rank}: {cause.message}; logs of every rank: {log_dir}"
     raise RankError(text, cause, step)
+
+
+def signal_name(number: int) -> str:
+    """
+    >>> signal_name(9), signal_name(40)
+    ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"

@@ -1,26 +1,43 @@
-"""N ranks on this machine, under torch's elastic agent.
+"""N ranks on this machine: started, watched, and all ended when one fails.
 
-The agent starts the processes, watches them, and ends all when one fails. This file adds what a
-person at a terminal needs: rank 0 owns the terminal while the others write to `logs/`, the error shown
-is the one of the rank that failed first, and Ctrl-C ends every rank at once. Called by `ridgeline train`.
+Written by hand because torch's elastic agent takes two seconds to import, in a process that computes
+nothing, before the first rank can start; and of what it does (rendezvous of nodes, restarts) none is used
+here: restarts are `survive.py`'s. The variables are torchrun's, so that a script cannot tell the two apart.
+Rank 0 owns the terminal while the others write to `logs/`, the error shown is that of the rank which failed
+first, and Ctrl-C ends every rank at once. Called by `start.py`; imports without torch.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
 from ridgeline.launch.env import LAUNCHER, RANK_VARIABLES
-from ridgeline.launch.failures import RankFailure, raise_first, read_failures
+from ridgeline.launch.failures import RankFailure, raise_first, read_failures, signal_name
+from ridgeline.launch.rank import free_ports
 
-SHUTDOWN_S = 5
-"""Seconds that ranks get to end after SIGTERM before they are killed."""
+SHUTDOWN_S = 5.0
+"""Seconds that ranks get to end after a signal before they are killed."""
+_LOOK_S = 0.05
+_ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Ends of the whole command; SIGTERM and SIGUSR1 are the caller's."""
+
+
+class _Heard(KeyboardInterrupt):
+    """One of these signals came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"got {signal.Signals(number).name}")
+        self.number = number
 
 
 def run_ranks(
@@ -30,88 +47,131 @@ def run_ranks(
     threads: int,
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Run `command` on every rank and wait; raises the first failure, or KeyboardInterrupt.
-
-    SIGTERM and SIGUSR1 stay the caller's: torch's agent would end the ranks.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    _quiet_agent()
-    with tempfile.TemporaryDirectory(prefix="agent-", dir=log_dir) as scratch:
-        environment = {
-            # With gloo, restarted ranks would otherwise read stale addresses from the agent's store.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "OMP_NUM_THREADS": str(threads),
-            LAUNCHER: str(os.getpid()),
-            **RANK_VARIABLES,
-            **(variables or {}),
-        }
-        redirects = dict.fromkeys(range(1, num_processes), Std.ALL)
-        options: dict[str, Any] = {
-            "min_nodes": 1,
-            "max_nodes": 1,
-            "nproc_per_node": num_processes,
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": "127.0.0.1:0",
-            "run_id": f"ridgeline-{os.getpid()}",
-            "max_restarts": 0,
-            "monitor_interval": 0.1,
-            "local_addr": "127.0.0.1",
-            "signals_to_handle": "SIGINT,SIGHUP,SIGQUIT",
-            "logs_specs": DefaultLogsSpecs(log_dir=scratch, redirects=redirects),
-        }
-        if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
-            options["shutdown_timeout"] = SHUTDOWN_S
-        before = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)
-        try:
-            elastic_launch(LaunchConfig(**options), sys.executable)(*command)
-        except ChildFailedError as error:
-            _raise_first(error, log_dir)
-        except SignalException as error:
-            raise KeyboardInterrupt(str(error)) from None
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-            _keep_logs(Path(scratch), log_dir)
+    """Run `command` on every rank and wait; raises the first failure, or KeyboardInterrupt."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        LAUNCHER: str(os.getpid()),
+        **RANK_VARIABLES,
+        **(variables or {}),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "TORCHELASTIC_RUN_ID": f"ridgeline-{os.getpid()}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    ranks: list[subprocess.Popen[bytes]] = []
+    number = int(signal.SIGTERM)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        with _hearing():
+            for rank in range(num_processes):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(_start(command, rank, {**environment, **place}, log_dir))
+            failed = _wait(ranks)
+    except _Heard as heard:
+        number = heard.number
+        raise
+    finally:
+        _end(ranks, number)
+        for rank in range(1, num_processes):
+            _drop_empty(log_dir, rank)
+    if failed:
+        _raise_first(failed, log_dir)
 
 
-def _quiet_agent() -> None:
-    """The agent reports failures in many lines; the one this file makes of them is enough.
+@contextmanager
+def _hearing() -> Iterator[None]:
+    """These signals interrupt whatever runs here; only the main thread may ask for that."""
 
-    Its loggers have levels of their own, so each has to be told, after torch made them.
-    """
-    for name in list(logging.Logger.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    def hear(number: int, frame: FrameType | None) -> None:
+        raise _Heard(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, hear) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _raise_first(error: Any, log_dir: Path) -> NoReturn:
-    """Turn the agent's account of dead processes, and the ranks' own, into one error."""
-    # A rank that failed first may have been counted by the agent only after the others: read all.
+def _logs(log_dir: Path, rank: int) -> tuple[Path, Path]:
+    return log_dir / f"rank{rank}.stdout.log", log_dir / f"rank{rank}.stderr.log"
+
+
+def _start(
+    command: list[str], rank: int, environment: Mapping[str, str], log_dir: Path
+) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that Ctrl-C is this process's to pass on."""
+    with ExitStack() as files:
+        out, err = (
+            files.enter_context(path.open("wb")) if rank else None for path in _logs(log_dir, rank)
+        )
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env=dict(environment),
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Until all have ended well, or one has not: exit codes of those that failed by then."""
+    while True:
+        codes = {rank: process.poll() for rank, process in enumerate(ranks)}
+        if failed := {rank: code for rank, code in codes.items() if code}:
+            return failed
+        if None not in codes.values():
+            return {}
+        time.sleep(_LOOK_S)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
+    """Each rank with all that it has started: asked first, killed when it does not hear."""
+    running = [process for process in ranks if process.poll() is None]
+    for process in running:
+        _send(process, number)
+    until = time.monotonic() + SHUTDOWN_S
+    while any(process.poll() is None for process in running) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    for process in running:
+        if process.poll() is None:
+            _send(process, signal.SIGKILL)
+            process.wait()
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _raise_first(codes: Mapping[int, int], log_dir: Path) -> NoReturn:
+    """Turn what is seen of dead processes, and the ranks' own accounts, into one error."""
+    # A rank that failed first may have been seen only after the others: read all.
     failures = read_failures(log_dir)
     told = {failure.rank for failure in failures}
-    for rank, failure in error.failures.items():
+    for rank, code in codes.items():
         if rank in told:
             continue
-        if failure.exitcode < 0:
-            text = f"was killed by {failure.signal_name()}"
-            # The agent itself ends the others with SIGTERM once one has failed.
-            echo = failure.exitcode == -signal.SIGTERM
-            failures.append(RankFailure(rank, failure.timestamp, text, echo=echo))
+        if code < 0:
+            text = f"was killed by {signal_name(-code)}"
+            # Ranks end each other with SIGTERM, too, once one has failed.
+            failures.append(RankFailure(rank, time.time(), text, echo=code == -signal.SIGTERM))
         else:
-            text = f"ended with exit code {failure.exitcode}"
-            failures.append(RankFailure(rank, failure.timestamp, text))
+            failures.append(RankFailure(rank, time.time(), f"ended with exit code {code}"))
     raise_first(failures, log_dir)
 
 
-def _keep_logs(scratch: Path, log_dir: Path) -> None:
-    """The agent nests its logs by attempt; keep one file a rank and stream, and no empty ones."""
-    for path in scratch.rglob("std*.log"):
-        text = path.read_bytes()
-        if text.strip():
-            target = log_dir / f"rank{path.parent.name}.{path.stem}.log"
-            target.write_bytes(text)
+def _drop_empty(log_dir: Path, rank: int) -> None:
+    for path in _logs(log_dir, rank):
+        with suppress(OSError):
+            if not path.read_bytes().strip():
+                path.unlink()

@@ -1,6 +1,6 @@
 """Ranks on one node or on many: the ways in which a run's command is started on every one of them.
 
-`Local` is torch's elastic agent on this machine. `Spread` uses the launcher of the nodes that were given
+`Local` is processes on this machine. `Spread` uses the launcher of the nodes that were given
 (`srun`, `jsrun`, `mpiexec`, `flux run`), or a connection to each host (`hosts.py`), to start `rank.py` once
 a rank; who is there, how they ended and what they are told goes through the hub. Used by `survive.py` for
 `ridgeline train` and by `supervise.py` for any other command.
@@ -23,7 +23,7 @@ from typing import Protocol
 
 from ridgeline.errors import Requeue, RunError, UsageError
 from ridgeline.launch.env import BIND, HUB, TERMINAL, read_limits, said_threads
-from ridgeline.launch.failures import RankError, RankFailure, raise_first
+from ridgeline.launch.failures import RankError, RankFailure, raise_first, signal_name
 from ridgeline.launch.hub import LOST_S, Hub, RankExit
 from ridgeline.launch.job import Step
 from ridgeline.launch.ranks import RankProcess
@@ -63,7 +63,7 @@ class Starter(Protocol):
 
 
 class Local:
-    """This machine, under torch's agent."""
+    """This machine."""
 
     name, here = "local", True
 
@@ -321,13 +321,6 @@ def _without_places() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in mine}
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time one
-        return f"signal {number}"
-
-
 def _node_gone(rank: int, text: str) -> RankError:
     failure = RankFailure(rank, time.time(), text, decisive=True, node_gone=True)
     return RankError(text, failure, None)
@@ -339,7 +332,7 @@ def _as_failure(told: RankExit, hub: Hub) -> RankFailure:
     if told.account is not None:
         return RankFailure(**{"rank": told.rank, "time": told.time, **told.account})
     if told.code < 0:
-        name = _signal_name(-told.code)
+        name = signal_name(-told.code)
         # Launchers and the hub end the others with these once one has failed.
         echo = -told.code in (signal.SIGTERM, signal.SIGKILL) and not told.tail
         return RankFailure(

@@ -1,17 +1,15 @@
 """What can be known to be wrong with a run before any process is started.
 
-Apart from `setup.py`, which loads all of torch that a rank needs: the command that starts the ranks
-asks this first, and takes no longer for it. Called by `cli.py`, `setup.py` and `verify/run.py`.
+Apart from `setup.py`, which loads all of torch that a rank needs: the command that starts the ranks asks
+this first, and imports nothing for it. Called by `cli.py`, `setup.py` and `verify/run.py`.
 """
 
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.data.build import SOURCES
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.layout import Layout
-from ridgeline.models.build import MODELS
-from ridgeline.train.tasks import TASKS
+from ridgeline.shipped import MODELS, SOURCES, TASKS
 
 
 def check_batch(config: RunConfig, layout: Layout) -> None:

@@ -97,7 +97,7 @@ def _train(run: RunDir, env: RankEnv, overrides: list[str], requests: Requests) 
 
 
 def _end_if_orphaned(log_dir: Path, env: RankEnv, requests: Requests) -> None:
-    """Torch's agent tells the others to end, by SIGTERM, when a rank has died. They cannot finish the
+    """Whoever started them tells the others to end, by SIGTERM, when one has died. They cannot finish the
     step without it, so that is no request to stop but the end."""
     from ridgeline.launch.failures import write_failure
     from ridgeline.launch.ranks import known_ranks
@@ -107,7 +107,7 @@ def _end_if_orphaned(log_dir: Path, env: RankEnv, requests: Requests) -> None:
     if "dead" not in states.values():
         return
     for process in here:
-        if states[process.rank] == "stopped":  # it would not hear the agent
+        if states[process.rank] == "stopped":  # it would not hear that
             process.send(signal.SIGKILL)
     dead = next(rank for rank, state in states.items() if state == "dead")
     error = ConnectionError(f"lost its peer, rank {dead}")

@@ -102,3 +102,14 @@ def test_runs_two_steps(name):
     assert summary.num_steps == 2
     assert summary.final_loss is not None
     assert math.isfinite(summary.final_loss)
+
+
+def test_the_names_that_are_checked_without_torch_are_those_there_are() -> None:
+    from ridgeline import shipped
+    from ridgeline.data.build import SOURCES
+    from ridgeline.models.build import MODELS
+    from ridgeline.train.tasks import TASKS
+
+    assert set(shipped.MODELS) == set(MODELS)
+    assert set(shipped.SOURCES) == set(SOURCES)
+    assert set(shipped.TASKS) == set(TASKS)
