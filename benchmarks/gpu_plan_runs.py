@@ -6,7 +6,8 @@ trains small and middling Llamas in many layouts through the same code as `ridge
 process of its own: on one rank, and as one rank of a larger job with torch's fake process group (nothing is
 sent, so the time is without communication; memory and kernels are right). A host has fast minutes and slow
 ones, so launches are timed between the steps of every run, too; and since a process that imports beside
-one that measures slows it down, all are forked from one that has imported everything.
+one that measures slows it down, all are forked from one that has imported everything, and each is bound to
+cores that are quick.
 
     python benchmarks/gpu_plan_runs.py [--json FILE] [--limit 235] [--only TEXT] [--tiny --device cpu]
 """
@@ -16,7 +17,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -50,7 +53,7 @@ RUNS = (
     # One rank: sizes, batch, recompute.
     Run("124m", 1024, 16, BF16, profile=True),
     Run("1.3b", 2048, 4, BF16, profile=True),
-    Run("llama3-8b", 8192, 1, BF16, change={"depth": 4}),
+    Run("llama3-8b", 8192, 1, BF16, change={"depth": 4}, profile=True),
     Run("350m", 2048, 8, BF16),
     Run("350m", 2048, 8, f"recompute=selective,{BF16}"),
     Run("350m", 2048, 16, f"recompute=full,{BF16}"),
@@ -79,8 +82,8 @@ RUNS = (
     # And again other sizes, in the order of how much they would be missed.
     Run("124m", 1024, 64, BF16),
     Run("124m", 1024, 64, f"recompute=full,{BF16}"),
-    Run("124m", 1024, 8, "precision=fp32"),
-    Run("124m", 1024, 16, "precision=tf32"),
+    Run("124m", 1024, 8, "precision=fp32", profile=True),
+    Run("124m", 1024, 16, "precision=tf32", profile=True),
     Run("1.3b", 4096, 2, BF16),
     Run("llama3.2-1b", 4096, 2, BF16),
     Run("1.3b", 2048, 2, f"accumulate=4,{BF16}"),
@@ -454,8 +457,23 @@ def with_every_window(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "rates": {**rates, "launch": _median_of(windows), "launch_windows": windows}}
 
 
+def _bind_to_quick_cores(count: int) -> None:
+    """Cores of a host that others use are not alike; of those there are, the ones that were quickest just
+    now, so that a run does not move between quick and slow ones."""
+    found: dict[int, float] = {}
+    every = os.sched_getaffinity(0)
+    for core in sorted(every) * 3:
+        os.sched_setaffinity(0, {core})
+        start, total = time.perf_counter(), 0
+        for number in range(20_000):
+            total += number
+        found[core] = min(found.get(core, math.inf), time.perf_counter() - start)
+    os.sched_setaffinity(0, sorted(every, key=found.__getitem__)[:count])
+
+
 def _work(task: Run | None, pipe: Any, device: str, tiny: bool) -> None:
     """One process: does its task, answers and ends."""
+    _bind_to_quick_cores(4)
     import torch
 
     torch.set_num_threads(1 if tiny else 4)

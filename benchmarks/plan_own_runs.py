@@ -1,7 +1,8 @@
 """How far the planner is from the runs that `gpu_plan_runs.py` measured on one GPU, run by run.
 
-Memory is planned by sizes and by the traced module, time by sizes with the shipped profile and with a
-machine made of the rates in the same file. The figures of `docs/plan.md` for own runs are its last lines.
+Memory is planned by sizes and by the traced module, time by sizes with the shipped profile, with a machine
+made of the rates in the same file, and with the same but for launches, which are those that the run's own
+process has timed. The figures of `docs/plan.md` for own runs are its last lines.
 
     python benchmarks/plan_own_runs.py [FILE]   # or another day's, beside it in results/
 """
@@ -30,7 +31,7 @@ from ridgeline.plan.general import module_job
 from ridgeline.plan.general_memory import module_stage_memory
 from ridgeline.plan.job import job_from_layout
 from ridgeline.plan.known import model_of_recipe
-from ridgeline.plan.machine import load_machine
+from ridgeline.plan.machine import Machine, load_machine
 from ridgeline.plan.measured import load_measured
 from ridgeline.plan.memory import stage_memory
 from ridgeline.plan.module import ModuleFacts
@@ -61,13 +62,20 @@ def trace_llama(size: str, seq: int, depth: int) -> ModuleFacts:
     return replace(facts, blocks=blocks)
 
 
+def at_its_pace(machine: Machine, run: dict[str, Any], rates: dict[str, Any]) -> Machine:
+    """With the launches that the run has timed itself, where it has."""
+    name = "linear_forward_backward_s"
+    pace = run.get("launch", rates["launch"])[name] / rates["launch"][name]
+    return machine.replace(**{"device.host_kernel_s": machine.device.host_kernel_s * pace})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", default=RUNS)
     path = parser.parse_args().file
     shipped, measured = load_machine("h200"), load_measured(path)
     known = json.loads(path.read_text())
-    heads = ["memory % by sizes", "traced", "time % profile", "rates"]
+    heads = ["memory % by sizes", "traced", "time % profile", "rates", "own launches"]
     errors: dict[str, list[float]] = {name: [] for name in heads}
     rows = []
     for run in known["runs"]:
@@ -83,6 +91,8 @@ def main() -> None:
             traced.allocated / peak - 1,
             rank_alone_s(job) / step_s - 1,
             rank_alone_s(job.replace(machine=measured)) / step_s - 1,
+            rank_alone_s(job.replace(machine=at_its_pace(measured, run, known["rates"]))) / step_s
+            - 1,
         )
         for name, error in zip(errors, found, strict=True):
             errors[name].append(error)

@@ -63,6 +63,7 @@ def unit_costs(pair: Pair) -> list[Costs]:
             Costs(
                 forward=_work(pair, index, False, sums),
                 backward=_work(pair, index, True, sums),
+                last=_work(pair, index, False, sums, small.stops_at),
                 saved=sums.bytes(partial(_saved, unit=index)),
                 saved_selective=sums.bytes(partial(_is_result, pair=pair, unit=index))
                 + sums.inputs(small, large),
@@ -193,11 +194,12 @@ class _Sums:
         return by_unit
 
 
-def _work(pair: Pair, unit: int, backward: bool, sums: _Sums) -> Work:
+def _work(pair: Pair, unit: int, backward: bool, sums: _Sums, begin: int = 0) -> Work:
+    """From kernel `begin` on."""
     kernels = [
         (i, small, large)
         for i, (small, large) in enumerate(pair.kernels())
-        if small.unit == unit and small.backward == backward
+        if small.unit == unit and small.backward == backward and i >= begin
     ]
     products: Counter[Product] = Counter()
     attentions: Counter[Attention] = Counter()

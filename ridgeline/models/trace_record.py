@@ -72,6 +72,8 @@ class Unit:
     gradients: list[int] = field(default_factory=lambda: [0, 0, 0])
     """Of its parameters, so far."""
     views: list[int] = field(default_factory=lambda: [0, 0])
+    stops_at: int = 0
+    """The first kernel after the last tensor that forward keeps: what follows is not recomputed."""
 
 
 def _weigh(moment: _Moment, shares: tuple[float, ...]) -> float:
@@ -265,6 +267,8 @@ class Recorder(TorchDispatchMode):
             self.live[storage.place] -= storage.num_bytes
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        if not self.backward:
+            self.units[self._where()[0]].stops_at = len(self.kernels)
         storage = self._known(tensor)
         if storage is None:
             storage = self._storage(tensor)

@@ -266,7 +266,12 @@ def block_cost(machine: Machine, block: _Key, part: Share, tp_group: Group) -> L
     if part.tiles > 1:
         halo = _halos(machine, it, part)
         forward, backward = forward + halo, backward + halo
-    return LayerCost(forward, backward, Cost())
+    last = Cost()
+    if it.recompute == "block":
+        last = replace(_direction(machine.device, costs.last, part, False), kernels=0)
+        if last.products and it.reductions_forward:
+            last += Cost(communication=forward.communication / it.reductions_forward)
+    return LayerCost(forward, backward, Cost(), last)
 
 
 @dataclass(frozen=True)

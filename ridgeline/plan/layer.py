@@ -66,6 +66,8 @@ class LayerCost:
     """Without recompute."""
     core_forward: Cost
     """Attention's own part of `forward`, which selective recompute does again."""
+    last: Cost = Cost()
+    """The last product and what follows it, where nothing of that is kept for backward."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,19 @@ def layer_cost(
         backward_products, core_backward.attention, elementwise_back, backward_comm,
         8 + backward_kernels + core_backward.kernels + collectives,
     )  # fmt: skip
-    return LayerCost(forward, backward, core_forward)
+    last = Cost(
+        gemm_s(device, tokens, h, inner, 1, precision),
+        elementwise=moved_s(device, fused * (3 * stream + mask), 0),
+        communication=_last_sum(machine, part, tp_group, size * tokens * h),
+    )
+    return LayerCost(forward, backward, core_forward, last)
+
+
+def _last_sum(machine: Machine, part: Slice, group: Group, num_bytes: float) -> float:
+    """Of the last product's results over the ranks that have shares of it."""
+    if part.tp == 1:
+        return 0.0
+    return collective_s(machine, "reduce_scatter" if part.sp else "all_reduce", num_bytes, group)
 
 
 def _tensor_parallel(

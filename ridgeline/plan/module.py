@@ -159,6 +159,8 @@ class Costs:
     """As `peak_backward`, but what would be most on a rank of several that split layers: without and with
     the sequence cut among them."""
     split_gradients: tuple[Bytes, ...] = ()
+    last: Work = Work()
+    """Of `forward`, what follows the last tensor that is kept: full recompute of a block leaves it out."""
     at_loss: Bytes = Bytes()
     """What is there when a loss of split classes begins, the logits too."""
 

@@ -9,6 +9,7 @@ by `time.py` and `memory.py` for software named `ridgeline`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -107,14 +108,15 @@ def own_layer(
     args = (device, part.samples, max(model.heads // t, 1), model.seq // part.cp, model.seq)
     kind = around if around in ("bf16", "fp16") else "fp32"
     attention = (*args, model.head_width, model.causal, kind)
-    comm, comm_back = 0.0, 0.0
+    comm, comm_back, last_comm = 0.0, 0.0, 0.0
     if t > 1:
         if part.sp:
             gather = collective_s(machine, "all_gather", low * n, tp_group)
-            scatter = collective_s(machine, "reduce_scatter", low * n, tp_group)
-            comm = comm_back = 2 * (gather + scatter)
+            last_comm = collective_s(machine, "reduce_scatter", low * n, tp_group)
+            comm = comm_back = 2 * (gather + last_comm)
         else:
-            comm = comm_back = 2 * collective_s(machine, "all_reduce", low * n, tp_group)
+            last_comm = collective_s(machine, "all_reduce", low * n, tp_group)
+            comm = comm_back = 2 * last_comm
     attend, attend_back = flash_s(*attention, False), flash_s(*attention, True)
     if part.cp > 1:
         ring = (machine, 2 * low * tokens * kv, part.cp, t)
@@ -131,7 +133,13 @@ def own_layer(
         moved_s(device, back, BACKWARD_KERNELS - 16), comm_back,
         round(factor * BACKWARD_KERNELS),
     )  # fmt: skip
-    return LayerCost(forward, backward, Cost())
+    added = (2 * wide + low) * here * (MIXED if casts else 1.0)
+    last = Cost(
+        gemm_s(device, tokens, h, inner, 1, precision),
+        elementwise=moved_s(device, added, 0),
+        communication=last_comm,
+    )
+    return LayerCost(forward, backward, Cost(), last)
 
 
 def own_sharding(pp: int, microbatches: int) -> tuple[Cost, Cost]:
@@ -150,14 +158,12 @@ def own_wire(zero: int, precision: str) -> tuple[float, float]:
 
 
 def own_recompute(recompute: str, layer: LayerCost, compiled: bool) -> Cost:
-    """What backward does again of a layer; compiled, it is a part of the graph, and the host does nothing
-    but start it."""
+    """What backward does again of a layer: torch stops at the last tensor that backward needs, before the
+    last product. Compiled, it is a part of the graph, and the host does nothing but start it."""
     forward = layer.forward
     if recompute == "full":
         kernels = round((1.0 if compiled else FULL_KERNELS) * forward.kernels)
-        return Cost(
-            forward.products, forward.attention, forward.elementwise, forward.communication, kernels
-        )
+        return replace(forward + layer.last.times(-1.0), kernels=kernels)
     if recompute == "selective":
         kernels = round((1.0 if compiled else SELECTIVE_KERNELS) * forward.kernels)
         return Cost(elementwise=forward.elementwise, kernels=kernels)
