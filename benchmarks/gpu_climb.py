@@ -5,12 +5,14 @@
     python benchmarks/gpu_climb.py --model 1.3b --part text --folder work   # 300 steps, bf16 and fp8
     python benchmarks/gpu_climb.py --model 124m --part climb --budget 400 --folder work
     python benchmarks/gpu_climb.py --model 124m --part again --folder work   # its kept states once more
+    python benchmarks/gpu_climb.py --model 1.3b --part further --budget 300 --folder work   # on from there
     python benchmarks/gpu_climb.py --model 124m --part hand --states climbed --folder work
     python benchmarks/gpu_climb.py --model 124m --part hand climb text --device cpu --tiny
 
 `hand` lets every state and the hand-tuned loop, a process each, take turns on the device, one state after
 the other; the ratio is the median of the turns' ratios. `climb` begins with plain fp32 in eager mode and
-leaves its recipe in the folder, which `hand --states climbed` compares later. `again` goes up the same
+leaves its recipe in the folder, which `hand --states climbed` compares later; `further` goes on from that
+recipe, as one does whose budget was over, and leaves its own for `climbed`. `again` goes up the same
 ladder in new processes, over the states that were kept alone, and says how far each factor is from those of
 all runs before: call it twice for three runs. `text` trains on real text
 (Python's standard library as bytes; 256 of the 32,768 tokens occur) in bf16 and in fp8 from the same
@@ -38,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.climb_cases import BF16, CASES, GRID, Case, Hand, write_fields
 from benchmarks.table import print_table, spread, write_json
 
-PARTS = ("hand", "climb", "again", "text")
+PARTS = ("hand", "climb", "further", "again", "text")
 CHUNK = 50
 """Steps on text after which losses are written."""
 BEGUN = time.monotonic()
@@ -105,7 +107,10 @@ def chosen_states(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         if not wanted:  # no name in full: the beginnings of names
             wanted = {n: s for n, s in known.items() if n.startswith(tuple(options.states))}
     found = {name: configure(case, options, *state) for name, state in wanted.items()}
-    recipe = options.folder / f"climb-{case.name}" / "recipe.yaml"
+    folder = options.folder / f"climb-{case.name}"
+    recipe = folder / "further" / "recipe.yaml"
+    if not recipe.is_file():
+        recipe = folder / "recipe.yaml"
     if recipe.is_file() and (options.states is None or "climbed" in options.states):
         found["climbed"] = load_config(recipe).config
     return found
@@ -343,20 +348,22 @@ def show_runs(case: Case, ladders: list[dict[str, Any]]) -> None:
 
 
 def run_climb(
-    case: Case, options: argparse.Namespace, results: Results, again: bool = False
+    case: Case, options: argparse.Namespace, results: Results, part: str = "climb"
 ) -> None:
     """From plain fp32 eager, with nothing fused and nothing read ahead, as far as it goes; `again`: over
-    the states that a climb before has kept."""
+    the states that a climb before has kept; `further`: on from where it ended."""
+    from ridgeline.config import load_config
     from ridgeline.doctor.climb import climb
     from ridgeline.doctor.remedies.table import REMEDIES
     from ridgeline.doctor.states import Effort
 
     first = options.folder / f"climb-{case.name}"
     runs = sorted(first.glob("again-*/ladder.json"))
-    if again and not (first / "ladder.json").is_file():
+    again, further = part == "again", part == "further"
+    if part != "climb" and not (first / "ladder.json").is_file():
         say(f"{case.name}: no ladder in {first}; --part climb leaves one")
         return
-    out = first / f"again-{len(runs) + 1}" if again else first
+    out = first / f"again-{len(runs) + 1}" if again else first / "further" if further else first
     remedies = kept_remedies(json.loads((first / "ladder.json").read_text())) if again else REMEDIES
     layout = f"layout=precision=fp32,accumulate={case.plain_parts}"
     defaults = ("tune.fused_optimizer=false", "tune.search_convolutions=false")  # as torch has them
@@ -367,10 +374,12 @@ def run_climb(
         turn_s=options.turn_s, budget_s=min(options.budget, left), loss_bound=0.005,
         without=tuple(options.without),
     )  # fmt: skip
-    config = configure(case, options, *plain)
+    config = (
+        load_config(first / "recipe.yaml").config if further else configure(case, options, *plain)
+    )
     cache = options.folder / "compiled"
     ladder = climb(config, out, remedies=remedies, effort=effort, say=say, cache=cache)
-    results.put(case.name, out.name if again else "climb", dataclasses.asdict(ladder))
+    results.put(case.name, out.name if part != "climb" else part, dataclasses.asdict(ladder))
     if again:
         every = [first / "ladder.json", *runs, out / "ladder.json"]
         show_runs(case, [json.loads(path.read_text()) for path in every])
@@ -432,8 +441,8 @@ def main() -> None:
                 if part == "text" and case.unit != "tokens":
                     continue
                 say(f"{model}: {part}")
-                if part in ("climb", "again"):
-                    run_climb(case, options, results, part == "again")
+                if part in ("climb", "again", "further"):
+                    run_climb(case, options, results, part)
                 elif part == "text":
                     run_text(case, options, results)
                 else:
