@@ -212,7 +212,7 @@ def _whole(ladder: Ladder) -> list[str]:
 def _notes(ladder: Ladder) -> list[str]:
     """How each column was found."""
     step = (
-        f"step: of the turn in the middle of {ladder.rounds} (or of three that leave no doubt), of up to "
+        f"step: of the turn in the middle of {ladder.rounds} (or of the first that leave no doubt), of up to "
         f"{ladder.steps} steps each; spread: half the distance from the fastest turn to the slowest"
     )
     compared = (

@@ -24,6 +24,10 @@ QUIET, QUIET_TURNS = 0.003, 3.0
 of their turns; and so many times as large as the turns' gains are apart."""
 
 
+OBVIOUS = 2.0
+"""Two turns are enough where one of the two states is so many times as fast in both."""
+
+
 class BeforeFailed(RunError):
     """The state that was there fails in its turn; the one that is tried has no part in it."""
 
@@ -75,16 +79,22 @@ class Race:
 
 
 def race(before: Runner, after: Runner, effort: Effort) -> Race:
-    """As many turns of each as the effort says, one after the other, in changing order; three where
-    they leave no doubt."""
+    """As many turns of each as the effort says, one after the other, in changing order; three, or
+    two, where they leave no doubt."""
     spent: tuple[list[float], list[float]] = ([], [])
     for number in range(effort.rounds):
         for which in (0, 1) if number % 2 else (1, 0):
             spent[which].append(after.turn() if which else _turn_of(before))
         ratios = [a / b for a, b in zip(*spent, strict=True)]
-        if number == 2 and (min(ratios) > effort.clear or max(ratios) < 1 / effort.clear):
+        if number and _leaves_no_doubt(ratios, effort):
             break
     return Race(tuple(spent[0]), tuple(spent[1]))
+
+
+def _leaves_no_doubt(ratios: list[float], effort: Effort) -> bool:
+    """Three turns that say the same clearly, or two that say it more than clearly."""
+    far = effort.clear if len(ratios) >= 3 else max(effort.clear, OBVIOUS)
+    return min(ratios) > far or max(ratios) < 1 / far
 
 
 def _turn_of(before: Runner) -> float:

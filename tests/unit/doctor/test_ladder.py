@@ -183,7 +183,7 @@ def test_throughput_and_factors_agree_while_the_machine_slows_down(
     for part in (
         f"{ladder.times:.2f} times the baseline with two threads, reading ahead",
         f"the product of the gains is {ladder.best.times:.2f}",
-        "step: of the turn in the middle of 5 (or of three that leave no doubt), of up to 10 steps",
+        "step: of the turn in the middle of 5 (or of the first that leave no doubt), of up to 10 steps",
         "x before: this over that, the middle one of the turns' ratios",
         "throughput: the baseline's, times x baseline",
         "their own turns are up to",
@@ -353,6 +353,9 @@ class Paced:
 def test_three_turns_are_enough_where_they_leave_no_doubt() -> None:
     effort = Effort(rounds=5)
     slow, fast = (3.0, 3.0, 2.9), (1.0, 1.1, 1.0)
+    assert len(race(Paced(*slow), Paced(*fast), effort).ratios) == 2
+    assert len(race(Paced(*fast), Paced(*slow), effort).ratios) == 2
+    slow, fast = (1.6, 1.7, 1.6), (1.0, 1.1, 1.0)
     assert len(race(Paced(*slow), Paced(*fast), effort).ratios) == 3
     assert len(race(Paced(*fast), Paced(*slow), effort).ratios) == 3
     near = (1.3, 1.2, 1.3, 1.3, 1.3), (1.0,) * 5
