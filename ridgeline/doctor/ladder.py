@@ -212,8 +212,8 @@ def _whole(ladder: Ladder) -> list[str]:
 def _notes(ladder: Ladder) -> list[str]:
     """How each column was found."""
     step = (
-        f"step: of the turn in the middle of {ladder.rounds} (or of the first that leave no doubt), of up to "
-        f"{ladder.steps} steps each; spread: half the distance from the fastest turn to the slowest"
+        f"step: of the turn in the middle of {ladder.rounds} (or of the first that leave no doubt), of up "
+        f"to {ladder.steps} steps each; spread: half the distance from the fastest turn to the slowest"
     )
     compared = (
         "before: the last kept state's step in the turn beside it; x before: this over that, the middle "
