@@ -458,10 +458,15 @@ def with_every_window(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bind_to_quick_cores(count: int) -> None:
-    """Cores of a host that others use are not alike; of those there are, the ones that were quickest just
-    now, so that a run does not move between quick and slow ones."""
+    """Cores of a host that others use are not alike; of those there are (one thread of each), the ones that
+    were quickest just now, so that a run does not move between quick and slow ones."""
     found: dict[int, float] = {}
-    every = os.sched_getaffinity(0)
+    first: dict[str, int] = {}
+    for core in sorted(os.sched_getaffinity(0)):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        name = siblings.read_text() if siblings.is_file() else str(core)
+        first.setdefault(name, core)
+    every = set(first.values())
     for core in sorted(every) * 3:
         os.sched_setaffinity(0, {core})
         start, total = time.perf_counter(), 0

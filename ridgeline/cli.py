@@ -25,7 +25,7 @@ from ridgeline.cli_doctor import doctor
 from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
-from ridgeline.cli_shared import choose_for_ranks, num_cores, require_torch
+from ridgeline.cli_shared import choose_for_ranks, may_have_gpu, num_cores, require_torch
 from ridgeline.errors import Requeue, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from ridgeline.launch.start import Starter
     from ridgeline.plan.auto import Chosen
     from ridgeline.rundir import RunDir
-
-_GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""One of these is there where torch could find a GPU; where none is, it need not be asked."""
 
 app = typer.Typer(
     help="Take a PyTorch model that trains on one device to the whole machine, and know why it is "
@@ -270,7 +267,7 @@ def _default_processes(config: RunConfig, before: RunDir | None) -> int:
         last = Layout.parse(before.file(LAYOUT).read_text().strip(), LAYOUT)
         if last.world_size % said == 0:
             return last.world_size
-    if config.device == "cpu" or not any(map(Path.exists, _GPU_DRIVERS)):
+    if config.device == "cpu" or not may_have_gpu():
         return said
     import torch
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli_shared import choose_for_ranks, num_cores, require_torch
+from ridgeline.cli_shared import choose_for_ranks, ended_in_order, num_cores, require_torch
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -242,7 +242,8 @@ def _run_ranks(asked: Asked, config: RunConfig | None, folder: Path) -> None:
     quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     starter = Local(asked.num_processes, num_cores())
     try:
-        starter.run(command, asked.num_processes, folder, threads, quiet)
+        with ended_in_order():
+            starter.run(command, asked.num_processes, folder, threads, quiet)
     except KeyboardInterrupt:
         raise RunError("interrupted; there is no verdict") from None
 
@@ -310,7 +311,7 @@ def _climb(
     def say(text: str) -> None:
         typer.echo(text, err=asked.as_json)
 
-    # The launcher of the measurement has left a handler of its own behind.
+    # Also where a shell has started this in the background, and Ctrl-C is ignored there.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     say("\nclimbing; every state has its own process, and what is compared takes turns\n")
     try:

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from ridgeline.plan.machine import Machine
     from ridgeline.plan.recipe import Trace
     from ridgeline.rundir import RunDir
+
+
+_GPU_DRIVERS = ("nvidiactl", "kfd", "dxg", "nvmap")
+"""NVIDIA's, AMD's, that of Windows under Linux, and NVIDIA's on small boards."""
+_GPU_VENDORS, _GPU_CLASSES = ("0x10de", "0x1002"), ("0x03", "0x12")
+"""Of PCI: NVIDIA and AMD; what displays, and what computes."""
 
 
 def has_torch() -> bool:
@@ -37,6 +44,19 @@ def require_torch(what: str) -> None:
         raise UsageError(
             f"{what} needs torch, which is not installed here; pip install 'torch>=2.11,<2.14'"
         )
+
+
+def may_have_gpu(dev: Path = Path("/dev"), pci: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether torch, which takes seconds to import, is to be asked for GPUs: there are files of a driver, or
+    a card of NVIDIA's or AMD's, whose driver may make its files when it is first used."""
+    if any((dev / name).exists() for name in _GPU_DRIVERS):
+        return True
+    for card in pci.glob("*"):
+        with suppress(OSError):
+            vendor, kind = ((card / name).read_text().strip() for name in ("vendor", "class"))
+            if vendor in _GPU_VENDORS and kind.startswith(_GPU_CLASSES):
+                return True
+    return False
 
 
 def num_cores() -> int:

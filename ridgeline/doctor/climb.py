@@ -53,7 +53,8 @@ from ridgeline.doctor.losses import (
     judge_longer,
     judge_losses,
     judge_whole,
-    may_keep_pace,
+    may_be_behind,
+    share_behind,
     tell_losses,
     wobble_of,
 )
@@ -101,7 +102,7 @@ class _Ascent:
     is_apart: bool = False
     """Whether a state was kept after a longer look: it began away from the baseline."""
     behind: float = 0.0
-    """Share of the steps by which such states are behind it."""
+    """Share of the steps by which the last kept state that costs digits is behind it."""
     wobble: float | None = None
     """How far the baseline is from itself after a nudge; None where that is not known."""
     is_wobble_asked: bool = False
@@ -149,6 +150,8 @@ class _Ascent:
         num = self.effort.check_steps
         if remedy.costs_digits:
             self.rounded, self.rounded_losses = remedy.name, losses[:num]
+            if not self.is_apart:
+                self.behind = share_behind(losses[:num], self.baseline_losses)
             return
         moved = zip(self.reordered_losses, losses[:num], self.kept.losses[:num], strict=True)
         self.reordered_losses = [loss * new / old if old else loss for loss, new, old in moved]
@@ -402,7 +405,7 @@ def _race_whole(ascent: _Ascent) -> None:
     again, wait_s = None, ENDS_S
     try:
         again = ascent.ahead.get(ascent.baseline, AGAIN)
-        raced = race(again, ascent.kept, ascent.effort)
+        raced = race(again, ascent.kept, ascent.effort, fewest=3)
     except RunError as error:
         ascent.not_raced = str(error)[:200]
         return
@@ -476,13 +479,14 @@ def _measure(
         whole = ascent.rounded_losses if ascent.is_apart else ascent.baseline_losses
         problem = problem or judge_whole(losses, whole, effort)
         behind, longer = 0.0, False
-        if problem and is_rounding and may_keep_pace(losses, held_to, effort):
+        if problem and is_rounding and may_be_behind(losses, held_to, effort):
             longer = not ascent.is_late and kept.goes_on
         if longer:
             later, behind = _look_longer(ascent, candidate)
             problem = later and f"{problem}; {later}"
         if problem:
-            return build_rung(tried, candidate, False, problem, apart, losses=losses), None
+            rung = build_rung(tried, candidate, False, problem, apart, losses=losses)
+            return (_with_longer(rung, candidate, behind, effort) if longer else rung), None
         ascent.ahead.settle()
         ascent.ahead.make_room(kept, candidate)
         raced = race(kept, candidate, effort)
@@ -492,13 +496,15 @@ def _measure(
         # Steps that it learns less in are steps that it has to make up for.
         keep = gain > 1 + noise + max(behind, 0.0)
         wobble = ascent.wobble or 0.0
+        why = tell_gain(gain, noise)
         if longer:
-            why = tell_gain(gain, noise) + _tell_behind(behind, ascent)
+            why += _tell_behind(behind, ascent, outweighs=not keep and gain > 1 + noise)
         else:
-            why = tell_gain(gain, noise) + tell_losses(losses, held_to, effort, wobble, whose)
+            why += tell_losses(losses, held_to, effort, wobble, whose)
         if keep and longer:
             ascent.is_apart, ascent.behind = True, ascent.behind + max(behind, 0.0)
         rung = build_rung(tried, candidate, keep, why, apart, raced, losses)
+        rung = _with_longer(rung, candidate, behind, effort) if longer else rung
         return dataclasses.replace(rung, noise=noise), candidate if keep else None
     except KeyboardInterrupt:
         keep, wait_s = False, AT_ONCE_S
@@ -524,10 +530,19 @@ def _look_longer(ascent: _Ascent, candidate: Candidate) -> tuple[str, float]:
     return judge_longer(curves[1], curves[0], ascent.behind)
 
 
-def _tell_behind(behind: float, ascent: _Ascent) -> str:
+def _tell_behind(behind: float, ascent: _Ascent, outweighs: bool) -> str:
     num = LONGER * ascent.effort.check_steps
     where = "behind" if behind > 0 else "ahead"
-    return f"; its loss begins apart, and is {abs(behind) * num:.1f} steps {where} after {num}"
+    more = f", {behind:.1%} of them, which outweighs it" if outweighs else ""
+    return f"; its loss is {abs(behind) * num:.1f} steps {where} after {num}{more}"
+
+
+def _with_longer(rung: Rung, state: Candidate, behind: float, effort: Effort) -> Rung:
+    losses = state.losses[: LONGER * effort.check_steps]
+    finite = all(map(math.isfinite, losses))
+    return dataclasses.replace(
+        rung, longer_losses=tuple(losses) if finite else (), behind=behind if finite else None
+    )
 
 
 def _find_wobble(ascent: _Ascent) -> bool:

@@ -64,6 +64,10 @@ class Rung:
     """Other states that started at the same time."""
     members: tuple[str, ...] = ()
     """Of one that is many remedies together, their names."""
+    longer_losses: tuple[float, ...] = ()
+    """Of a state that was looked at for longer, over all of those steps."""
+    behind: float | None = None
+    """Share of those steps by which it was behind the last kept state."""
     losses: tuple[float, ...] = ()
     """Those that were compared; none where one of them is no number."""
 
@@ -223,8 +227,7 @@ def _notes(ladder: Ladder) -> list[str]:
         f"loss: mean of the last quarter of {ladder.check_steps} steps against the baseline's on the same "
         f"samples; {_loss_bound(ladder)}; up to {WIDEST * ladder.loss_bound:.2%} pass where losses fall so "
         f"fast that this is at most {BEHIND * ladder.check_steps:.1f} steps; what costs no digits is held "
-        "to the last kept state that does, and what costs digits and begins further apart may be "
-        f"{BEHIND:.0%} of {LONGER * ladder.check_steps} steps behind the last kept state",
+        "to the last kept state that does" + _longer(ladder),
     )
     tenth = "10th step: from the start of the state's process to the end of its tenth step"
     if any(rung.beside and rung.tenth_step_s is not None for rung in ladder.rungs):
@@ -235,6 +238,17 @@ def _notes(ladder: Ladder) -> list[str]:
         if rung.members
     ]
     return [step, *(compared if len(ladder.rungs) > 1 else ()), tenth, *many]
+
+
+def _longer(ladder: Ladder) -> str:
+    """Of states that cost digits and began too far apart, where there was one."""
+    if not any(rung.longer_losses for rung in ladder.rungs):
+        return ""
+    return (
+        f"; what costs digits and begins further apart may be {BEHIND:.0%} of "
+        f"{LONGER * ladder.check_steps} steps behind the last kept state, with all that was kept before, and "
+        "has to gain more than that"
+    )
 
 
 def _loss_bound(ladder: Ladder) -> str:

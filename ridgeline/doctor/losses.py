@@ -4,8 +4,8 @@ Both start from the same weights and see the same samples. Some trainings are fu
 the bound when nothing but a rounding of the first weights differs; how far is measured where it matters
 (`wobble_of`), and the bound is widened by it. And where losses fall fast, as those of a first minute do, a
 small share of a step is a large share of the loss: such curves are compared by steps (`steps_behind`). What
-rounds coarsely loses some of its first step and keeps the pace from there on: whether it does is seen over
-more steps (`judge_longer`). Used by `climb.py`; imports without torch.
+rounds coarsely learns a little less in a step: how much is seen over more steps (`judge_longer`). Used by
+`climb.py`; imports without torch.
 """
 
 from __future__ import annotations
@@ -126,12 +126,23 @@ def judge_losses(
     return ""
 
 
-def may_keep_pace(losses: list[float], baseline: list[float], effort: Effort) -> bool:
+def may_be_behind(losses: list[float], baseline: list[float], effort: Effort) -> bool:
     """Whether a curve that is judged wrong, but not wholly so, deserves a longer look."""
     finite = all(map(math.isfinite, losses))
     if not finite or _is_first_off(losses, baseline, effort):
         return False
     return abs(difference(losses, baseline)) <= FURTHEST * effort.loss_bound
+
+
+def share_behind(losses: list[float], baseline: list[float]) -> float:
+    """Of the steps, by which a curve is behind; 0 where it is not, or where that cannot be told.
+
+    >>> falling = [8.0 - 0.1 * step for step in range(20)]
+    >>> share_behind([loss + 0.1 for loss in falling], falling), share_behind([2.1] * 9, [2.0] * 9)
+    (0.05, 0.0)
+    """
+    share = steps_behind(losses, baseline) / len(baseline)
+    return max(0.0, share) if math.isfinite(share) else 0.0
 
 
 def judge_longer(losses: list[float], before: list[float], behind: float) -> tuple[str, float]:

@@ -72,13 +72,13 @@ class Race:
         """
         ratios = self.ratios
         if len(ratios) < 3:
-            return max(self.gain - min(ratios), least_gain)
+            return max(max(ratios) - min(ratios), least_gain)
         low = statistics.quantiles(ratios, n=4)[0]
         apart = max(ratios) - min(ratios)
         return max(self.gain - low, min(least_gain, max(quiet, QUIET_TURNS * apart)))
 
 
-def race(before: Runner, after: Runner, effort: Effort) -> Race:
+def race(before: Runner, after: Runner, effort: Effort, fewest: int = 2) -> Race:
     """As many turns of each as the effort says, one after the other, in changing order; three, or
     two, where they leave no doubt."""
     spent: tuple[list[float], list[float]] = ([], [])
@@ -86,7 +86,7 @@ def race(before: Runner, after: Runner, effort: Effort) -> Race:
         for which in (0, 1) if number % 2 else (1, 0):
             spent[which].append(after.turn() if which else _turn_of(before))
         ratios = [a / b for a, b in zip(*spent, strict=True)]
-        if number and _leaves_no_doubt(ratios, effort):
+        if len(ratios) >= fewest and _leaves_no_doubt(ratios, effort):
             break
     return Race(tuple(spent[0]), tuple(spent[1]))
 

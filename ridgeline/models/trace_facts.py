@@ -221,7 +221,7 @@ def _work(pair: Pair, unit: int, backward: bool, sums: _Sums, begin: int = 0) ->
         attention=tuple(replace(a, count=count) for a, count in attentions.items()),
         moved={kind: totals.bytes(pair) for kind, totals in moved.items()},
         kernels=len(kernels) + sum(small.more is not None for _, small, _ in kernels),
-        views=units[0].views[backward],
+        views=0 if begin else units[0].views[backward],
         fused_moved=fused_moved,
         fused_kernels=fused_kernels,
     )

@@ -266,12 +266,24 @@ def block_cost(machine: Machine, block: _Key, part: Share, tp_group: Group) -> L
     if part.tiles > 1:
         halo = _halos(machine, it, part)
         forward, backward = forward + halo, backward + halo
-    last = Cost()
-    if it.recompute == "block":
-        last = replace(_direction(machine.device, costs.last, part, False), kernels=0)
-        if last.products and it.reductions_forward:
-            last += Cost(communication=forward.communication / it.reductions_forward)
-    return LayerCost(forward, backward, Cost(), last)
+    return LayerCost(forward, backward, Cost(), _last(machine, it, costs.last, part, tp_group))
+
+
+def _last(machine: Machine, block: Block, work: Work, part: Share, group: Group) -> Cost:
+    """What full recompute of a block leaves out."""
+    if block.recompute != "block":
+        return Cost()
+    sums = bool(work.products) and block.reductions_forward > 0 and part.tp > 1
+    if part.precision == "fp8" and not part.compiled:
+        # A product in 8 bits keeps its inputs after it has computed, and is done again.
+        work = replace(work, products=())
+    found = replace(_direction(machine.device, work, part, False), kernels=0)
+    if not sums:
+        return found
+    each = block.reduced_forward.at(part.samples) / block.reductions_forward
+    kind = "reduce_scatter" if part.sp else "all_reduce"
+    seconds = collective_s(machine, kind, element_bytes(part.precision) * each, group)
+    return found + Cost(communication=seconds)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ridgeline.errors import UsageError
 
 FORMAT: Final = "ridgeline module facts"
-VERSION: Final = 1
+VERSION: Final = 2
 MODES: Final = ("wide", "cast", "half")
 KINDS: Final = ("plain", "upcast", "strided", "mixed", "norm_back")
 """Of kernels that move bytes: those that reach the memory's rate, casts to a wider type, products of

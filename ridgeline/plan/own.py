@@ -134,8 +134,10 @@ def own_layer(
         round(factor * BACKWARD_KERNELS),
     )  # fmt: skip
     added = (2 * wide + low) * here * (MIXED if casts else 1.0)
+    # A product in 8 bits keeps its inputs after it has computed, and is done again.
+    product = 0.0 if precision == "fp8" else gemm_s(device, tokens, h, inner, 1, precision)
     last = Cost(
-        gemm_s(device, tokens, h, inner, 1, precision),
+        product,
         elementwise=moved_s(device, added, 0),
         communication=last_comm,
     )

@@ -28,7 +28,7 @@ from ridgeline.config import load_config
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.launch.failures import write_failure
-from ridgeline.launch.local import _raise_first
+from ridgeline.launch.local import Death, _raise_first
 from ridgeline.rundir import CONFIG, METRICS, REPORT, RunDir
 from ridgeline.train.run import run_training
 
@@ -253,7 +253,7 @@ def test_a_rank_that_raises_is_heard_first(train: Train) -> None:
 def test_a_rank_that_was_ended_for_another_is_not_the_cause(tmp_path: Path) -> None:
     write_failure(tmp_path, 1, 100.9, UsageError("train.batch=7 is wrong"), "")
     with pytest.raises(UsageError, match=r"train\.batch=7 is wrong"):
-        _raise_first({0: -signal.SIGTERM, 1: 2}, tmp_path)
+        _raise_first({0: Death(-signal.SIGTERM, 100.0), 1: Death(2, 100.0)}, tmp_path)
 
 
 def time_to_end(run: RunDir) -> float:

@@ -210,3 +210,25 @@ def test_a_command_that_is_refused_leaves_a_run_as_it_was(
     with pytest.raises(UsageError):
         cli._run_ranks(config, Local(1, 1), new, None, limits)
     assert not new.path.exists()
+
+
+def test_gpus_are_asked_for_where_there_may_be_one(tmp_path: Path) -> None:
+    """A driver's file, or a card whose driver makes one when it is first used."""
+    from ridgeline.cli_shared import may_have_gpu
+
+    dev, pci = tmp_path / "dev", tmp_path / "pci"
+    dev.mkdir()
+    assert not may_have_gpu(dev, pci)
+    for name, vendor, kind in (
+        ("network", "0x15b3", "0x020000"),
+        ("console", "0x1a03", "0x030000"),
+        ("bridge", "0x10de", "0x068000"),
+    ):
+        (pci / name).mkdir(parents=True)
+        (pci / name / "vendor").write_text(f"{vendor}\n")
+        (pci / name / "class").write_text(f"{kind}\n")
+    assert not may_have_gpu(dev, pci)
+    (pci / "bridge" / "class").write_text("0x030200\n")
+    assert may_have_gpu(dev, pci)
+    (dev / "kfd").write_text("")
+    assert may_have_gpu(dev, tmp_path / "none")

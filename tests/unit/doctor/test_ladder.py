@@ -320,7 +320,8 @@ def test_noise_is_how_far_a_gain_falls() -> None:
     assert (alike.noise(0.01), alike.noise(0.01, quiet=0.01)) == (0.003, 0.01)
     assert Race((1.006, 1.008, 1.006), (1.0, 1.0, 1.0)).noise(0.01) == pytest.approx(0.006)
     two = Race((1.0, 1.2), (1.0, 1.0))
-    assert (two.gain, two.middle_s, two.noise(0.01)) == (1.0, (1.0, 1.0), 0.01)
+    assert (two.gain, two.middle_s) == (1.0, (1.0, 1.0))
+    assert two.noise(0.01) == pytest.approx(0.2)
     assert spread_of([1.0]) is None
     assert spread_of([1.0, 2.0, 4.0]) == 0.75
 
@@ -355,6 +356,9 @@ def test_three_turns_are_enough_where_they_leave_no_doubt() -> None:
     slow, fast = (3.0, 3.0, 2.9), (1.0, 1.1, 1.0)
     assert len(race(Paced(*slow), Paced(*fast), effort).ratios) == 2
     assert len(race(Paced(*fast), Paced(*slow), effort).ratios) == 2
+    assert len(race(Paced(*slow), Paced(*fast), effort, fewest=3).ratios) == 3
+    two = race(Paced(9.0, 8.0), Paced(1.0, 1.0), effort)
+    assert (two.gain, two.noise(0.01)) == (8.0, 1.0)
     slow, fast = (1.6, 1.7, 1.6), (1.0, 1.1, 1.0)
     assert len(race(Paced(*slow), Paced(*fast), effort).ratios) == 3
     assert len(race(Paced(*fast), Paced(*slow), effort).ratios) == 3

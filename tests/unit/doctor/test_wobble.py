@@ -15,7 +15,7 @@ from ridgeline.doctor import climb as climb_file
 from ridgeline.doctor import losses as losses_file
 from ridgeline.doctor.candidate import Runner, nudge_weights
 from ridgeline.doctor.climb import NUDGED, climb, climb_script
-from ridgeline.doctor.ladder import Ladder
+from ridgeline.doctor.ladder import Ladder, show_ladder
 from ridgeline.doctor.losses import NUDGE, is_near, judge_losses, wobble_of
 from ridgeline.doctor.remedies.contract import Parts, Remedy
 from ridgeline.doctor.states import Effort
@@ -237,12 +237,16 @@ def test_what_begins_behind_and_keeps_the_pace_is_kept(
     tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After 12 steps it is 6 % off, beyond four bounds; after 36 it is 0.5 steps behind as before."""
-    rung = climb_slowly(tmp_path, monkeypatch, {2: 0.5}).rungs[1]
+    ladder = climb_slowly(tmp_path, monkeypatch, {2: 0.5})
+    rung, text = ladder.rungs[1], show_ladder(ladder)
     assert rung.kept, rung.why
     assert rung.loss_difference is not None
     assert rung.loss_difference > 0.02
-    assert rung.why.endswith("; its loss begins apart, and is 0.5 steps behind after 36")
+    assert rung.why.endswith("; its loss is 0.5 steps behind after 36")
     assert len(rung.losses) == EFFORT.check_steps
+    assert len(rung.longer_losses) == 3 * EFFORT.check_steps
+    assert rung.behind == pytest.approx(0.5 / 36, rel=0.05)
+    assert "may be 5% of 36 steps behind the last kept state" in text
 
 
 def test_what_falls_behind_further_is_dropped(
@@ -251,6 +255,7 @@ def test_what_falls_behind_further_is_dropped(
     rung = climb_slowly(tmp_path, monkeypatch, {2: 0.5}, grows=0.06).rungs[1]
     assert not rung.kept
     assert "steps behind after 36 steps" in rung.why
+    assert len(rung.longer_losses) == 3 * EFFORT.check_steps
 
 
 def test_what_lags_more_than_it_gains_is_dropped(
@@ -262,7 +267,7 @@ def test_what_lags_more_than_it_gains_is_dropped(
     )
     rung = climb_slowly(tmp_path, monkeypatch, {2: 1.0}).rungs[1]
     assert not rung.kept
-    assert "is 1.0 steps behind after 36" in rung.why
+    assert "is 1.0 steps behind after 36, 2.8% of them, which outweighs it" in rung.why
 
 
 def test_states_that_are_behind_do_not_add_up(
@@ -271,6 +276,17 @@ def test_states_that_are_behind_do_not_add_up(
     ladder = climb_slowly(tmp_path, monkeypatch, {2: 1.0, 3: 1.0, 4: 2.0}, falls=0.2)
     assert [rung.kept for rung in ladder.rungs[1:]] == [True, True, False]
     assert "and with all that was kept 5.6% of them" in ladder.rungs[3].why
+
+
+def test_what_was_behind_by_the_usual_rule_counts_too(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5 of 12 steps, which passes for itself, and 1.2 of 36 more."""
+    ladder = climb_slowly(tmp_path, monkeypatch, {2: 0.5, 3: 1.7}, falls=0.05)
+    assert ladder.rungs[1].kept
+    assert ladder.rungs[1].longer_losses == ()
+    assert not ladder.rungs[2].kept
+    assert "with all that was kept" in ladder.rungs[2].why
 
 
 def test_what_costs_no_digits_has_no_longer_look(

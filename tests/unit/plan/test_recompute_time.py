@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
+from ridgeline.layout import Layout
+from ridgeline.plan.general import again_of, cost_of, module_job
+from ridgeline.plan.job import job_from_layout
+from ridgeline.plan.kernels import gemm_s
+from ridgeline.plan.known import model_of_recipe
+from ridgeline.plan.layer import layer_cost
+from ridgeline.plan.machine import load_machine
 from ridgeline.plan.module import ModuleFacts
+from ridgeline.plan.own import own_layer, own_recompute
 
 torch = pytest.importorskip("torch")
 
@@ -82,3 +90,36 @@ def test_the_last_product_is_left_out_where_nothing_needs_it(norm: bool, left_ou
         assert sum(p.count for p in costs.last.products) == left_out
     again = _num_products(norm, "full") - _num_products(norm, "none")
     assert again == sum(b.count for b in blocks) * (2 - left_out)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sizes_and_trace_leave_out_the_same(precision: str, tp: int) -> None:
+    """A product in 8 bits is done again in eager mode: it keeps its inputs after it has computed."""
+    machine = load_machine("h200")
+    model = model_of_recipe("llama", {"size": "124m"}, 1024)
+    layout = Layout.parse(f"tp={tp},recompute=full,precision={precision}")
+    job = job_from_layout(model, machine, layout, 8)
+    layer = own_layer(machine, job.model, job.part, False, False, job.tp_group())
+    again = own_recompute("full", layer, compiled=False)
+    tokens, inner = 8 * 1024, model.ffn // tp
+    product = gemm_s(machine.device, tokens, model.hidden, inner, 1, precision)
+    left_out = layer.forward.products - again.products
+    assert left_out == pytest.approx(0.0 if precision == "fp8" else product)
+    assert again.elementwise < layer.forward.elementwise
+    summed = layer.forward.communication / 2
+    assert layer.forward.communication - again.communication == pytest.approx(summed)
+    compiled = layer_cost(machine, job.model, job.part, job.software, job.tp_group())
+    assert compiled.last.products == pytest.approx(product)
+
+
+def test_a_traced_block_leaves_it_out_of_its_time() -> None:
+    facts = _trace(norm=False)
+    index = next(i for i, b in enumerate(facts.blocks) if b.recompute == "block")
+    for precision, leaves_out in (("bf16", True), ("fp8", False)):
+        job = module_job(
+            facts, load_machine("h200"), Layout.parse(f"recompute=full,precision={precision}"), 8
+        )
+        cost, again = cost_of(job, index), again_of(job, index)
+        assert (again.products < cost.forward.products) is leaves_out
+        assert again.elementwise < cost.forward.elementwise
