@@ -47,7 +47,7 @@ def require_torch(what: str) -> None:
 
 
 def may_have_gpu(dev: Path = Path("/dev"), pci: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether torch, which takes seconds to import, is to be asked for GPUs: there are files of a driver, or
+    """Whether torch, which takes seconds to import, is to be asked for GPUs: there are files of a driver or
     a card of NVIDIA's or AMD's, whose driver may make its files when it is first used."""
     if any((dev / name).exists() for name in _GPU_DRIVERS):
         return True

@@ -246,8 +246,8 @@ def _longer(ladder: Ladder) -> str:
         return ""
     return (
         f"; what costs digits and begins further apart may be {BEHIND:.0%} of "
-        f"{LONGER * ladder.check_steps} steps behind the last kept state, with all that was kept before, and "
-        "has to gain more than that"
+        f"{LONGER * ladder.check_steps} steps behind the last kept state, with all that was kept before, "
+        "and has to gain more than that"
     )
 
 
