@@ -77,7 +77,7 @@ def write_failure(
         "time": time,
         "message": text,
         "usage": isinstance(error, UsageError),
-        "echo": isinstance(error, (RuntimeError, OSError)) and bool(_ECHO.search(str(error))),
+        "echo": isinstance(error, (RuntimeError, OSError)) and is_echo(str(error)),
         "traceback": "" if known else trace,
         "step": step,
         "decisive": decisive,
@@ -141,6 +141,11 @@ def raise_first(failures: list[RankFailure], log_dir: Path) -> NoReturn:
         )
     text = f"rank {cause.rank}: {cause.message}; logs of every rank: {log_dir}"
     raise RankError(text, cause, step)
+
+
+def is_echo(text: str) -> bool:
+    """Whether that is what a rank says whose neighbour has died."""
+    return bool(_ECHO.search(text))
 
 
 def signal_name(number: int) -> str:

@@ -23,7 +23,13 @@ from typing import Protocol
 
 from ridgeline.errors import Requeue, RunError, UsageError
 from ridgeline.launch.env import BIND, HUB, TERMINAL, read_limits, said_threads
-from ridgeline.launch.failures import RankError, RankFailure, raise_first, signal_name
+from ridgeline.launch.failures import (
+    RankError,
+    RankFailure,
+    is_echo,
+    raise_first,
+    signal_name,
+)
 from ridgeline.launch.hub import LOST_S, Hub, RankExit
 from ridgeline.launch.job import Step
 from ridgeline.launch.ranks import RankProcess
@@ -32,6 +38,8 @@ _TAIL = 40
 _END_S = 15.0
 """How long a launcher may take to end once its ranks have."""
 _LOOK_S = 0.25
+_SAME_S = 0.5
+"""Ends that are no further apart may have been seen in another order; who ends others waits for longer."""
 
 
 class Starter(Protocol):
@@ -333,13 +341,18 @@ def _as_failure(told: RankExit, hub: Hub) -> RankFailure:
         return RankFailure(**{"rank": told.rank, "time": told.time, **told.account})
     if told.code < 0:
         name = signal_name(-told.code)
-        # Launchers and the hub end the others with these once one has failed.
-        echo = -told.code in (signal.SIGTERM, signal.SIGKILL) and not told.tail
+        # Launchers and the hub end the others with these once one has failed; nobody has before the first.
+        first = all(told.time <= other.time + _SAME_S for other in hub.exits.values())
+        echo = -told.code in (signal.SIGTERM, signal.SIGKILL) and not told.tail and not first
         return RankFailure(
             told.rank, told.time, f"was killed by {name}{where}", echo=echo or name == "SIGTERM"
         )
     last = [line for line in told.tail.splitlines() if line.strip()]
     words = f": {last[-1].strip()}" if last else ""
     return RankFailure(
-        told.rank, told.time, f"ended with exit code {told.code}{where}{words}", traceback=told.tail
+        told.rank,
+        told.time,
+        f"ended with exit code {told.code}{where}{words}",
+        echo=bool(last) and is_echo(last[-1]),
+        traceback=told.tail,
     )

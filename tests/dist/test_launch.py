@@ -94,6 +94,23 @@ def test_the_rank_that_failed_is_named_and_the_others_end(tmp_path: Path) -> Non
     assert "raise ValueError" in (tmp_path / "job/logs/failed.txt").read_text()
 
 
+KILLED = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.6)
+raise RuntimeError("Read error [127.0.0.1]:37264: Connection reset by peer")
+"""
+
+
+def test_who_was_killed_is_named_and_not_who_lost_it(tmp_path: Path) -> None:
+    script = write(tmp_path, KILLED)
+    done = launch(tmp_path, "-n", "2", "--folder", "job", "--", sys.executable, str(script))
+    assert done.returncode == 1
+    assert "rank 1: was killed by SIGKILL" in done.stderr
+
+
 def test_a_command_that_is_not_there_is_a_slip_of_the_pen(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "2", "--folder", "job", "--", "no-such-program")
     assert done.returncode == 2
