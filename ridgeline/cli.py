@@ -306,7 +306,7 @@ def _run_ranks(
     """Start the ranks; whatever happens, the run directory says how it ended. `before` is the
     configuration, and the plan, of a run that was there already, by file."""
     from ridgeline.launch.logs import clear_failure, note_failure
-    from ridgeline.launch.survive import run_job
+    from ridgeline.launch.survive import newest_checkpoint, run_job
     from ridgeline.rundir import PLAN
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -321,9 +321,11 @@ def _run_ranks(
         _add_event(run, "interrupted")
         _show_cursor()
         _write_report(run)
+        saved = newest_checkpoint(run)
+        goes_on = f"goes on from {saved}" if saved else "starts over, since nothing was saved yet"
         raise RunError(
             f"interrupted; what was recorded so far is in {run.path}, and `ridgeline train {run.path}` "
-            "goes on from its last checkpoint"
+            f"{goes_on}"
         ) from None
     except UsageError:
         # Nothing was trained: no directory is left behind for what was a slip of the pen.

@@ -346,7 +346,10 @@ def hand_over(job: Any, kind: str, chain: int, dry_run: bool) -> None:
     if dry_run:
         typer.echo(render_job(job, kind), nl=False)
         return
-    records = submit_job(job, kind, chain)
+    try:
+        records = submit_job(job, kind, chain)
+    except RunError as error:
+        raise RunError(f"{error}; --scheduler local runs it on this machine instead") from error
     for record in records:
         waits = f", after {', '.join(record.after)}" if record.after else ""
         typer.echo(f"job {record.id}: {job.folder}{waits}")

@@ -22,6 +22,10 @@ class RunError(Exception):
     exit_code = 1
 
 
+class UserCodeFailed(RunError):
+    """A failure inside the user's own code, which its traceback says more of than one sentence."""
+
+
 class WouldRepeat(RunError):
     """A failure that the same start would meet again: the loss is no number, memory is too small."""
 

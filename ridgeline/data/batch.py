@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ridgeline.data.order import BatchPlan
 from ridgeline.data.source import Source
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import RunError, UsageError, UserCodeFailed
 
 _MAX_INDICES_SHOWN = 16
 
@@ -154,4 +154,6 @@ def _named(error: Exception, plan: BatchPlan, part: np.ndarray) -> UsageError | 
         return UsageError(f"{error} ({where})")
     if isinstance(error, RunError):
         return RunError(f"{error} ({where})")
-    return RunError(f"{type(error).__name__}: {error} ({where})")
+    notes = getattr(error, "__notes__", [])
+    sample = f" at {notes[-1]}" if notes else ""
+    return UserCodeFailed(f"{type(error).__name__}: {error}{sample} ({where})")

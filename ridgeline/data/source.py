@@ -111,7 +111,11 @@ class DatasetSource:
             items = []
             for index, item_seed in zip(indices.tolist(), seeds.tolist(), strict=True):
                 _seed_global_rng(item_seed)
-                items.append(self.dataset[index])
+                try:
+                    items.append(self.dataset[index])
+                except Exception as error:
+                    error.add_note(f"sample {index}")
+                    raise
             batch = self._collate(items)
         return self._as_tuple(batch)
 

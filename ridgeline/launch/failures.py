@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ridgeline.errors import RunError, UsageError, WouldRepeat
+from ridgeline.errors import RunError, UsageError, UserCodeFailed, WouldRepeat
 from ridgeline.launch.ranks import RANKS
 
 _ECHO = re.compile(
@@ -78,7 +78,7 @@ def write_failure(
         "message": text,
         "usage": isinstance(error, UsageError),
         "echo": isinstance(error, (RuntimeError, OSError)) and is_echo(str(error)),
-        "traceback": "" if known else trace,
+        "traceback": "" if known and not isinstance(error, UserCodeFailed) else trace,
         "step": step,
         "decisive": decisive,
         "would_repeat": isinstance(error, WouldRepeat),

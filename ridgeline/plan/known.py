@@ -67,6 +67,8 @@ _ARGS: Final = {
     "tie_embeddings": "tied",
 }
 """Arguments of the Llama's constructor, and what they are called here."""
+_NO_SIZES: Final = ("size", "rope_theta", "norm_eps", "separator")
+"""Its others."""
 
 
 def find_model(name: str, seq: int | None = None) -> Transformer:
@@ -83,6 +85,9 @@ def model_of_recipe(name: str, args: Mapping[str, Any], seq: int | None) -> Tran
             f"model.name={name} has no sizes that the planner knows; it plans llama recipes and these "
             f"models: {', '.join(MODELS)}"
         )
+    for key in args:
+        if key not in _ARGS and key not in _NO_SIZES:
+            raise unknown_word("argument", key, (*_ARGS, *_NO_SIZES), "model.args of llama")
     size = str(args.get("size", "1m"))
     if size not in MODELS:
         raise unknown_word("size", size, MODELS, "model.args.size")

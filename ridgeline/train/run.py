@@ -31,6 +31,7 @@ from ridgeline.plan.auto import Place, choose_layout
 from ridgeline.rundir import (
     BLOCKS,
     CONFIG,
+    METRICS,
     PLAN,
     WEIGHTS,
     RunDir,
@@ -284,15 +285,15 @@ class _Session:
         """Restore the newest whole checkpoint, if there is one, and say so."""
         found = self.checkpoints.find()
         if found is None:
+            if self.main_run is not None and self.main_run.file(METRICS).is_file():
+                self.log.note("there is no checkpoint to go on from: the run starts over")
             return Position()
         position, notes = self.checkpoints.restore(found)
         for line in (*found.damaged, *notes):
             self.log.note(line)
         self.log.note(f"going on from {found.path.name}")
         if position.step >= self.checkpoints.num_steps:
-            self.log.note(
-                "the run is at its end; a larger train.epochs or train.steps makes it longer"
-            )
+            self.log.note(f"the run is at its end; {_tell_longer(self.config)}")
         self.log.event(
             "resume",
             step=position.step,
@@ -300,6 +301,15 @@ class _Session:
             passed_over=list(found.damaged),
         )
         return position
+
+
+def _tell_longer(config: RunConfig) -> str:
+    """How a run that is at its end is made longer: where both are set, whichever comes first ends it."""
+    ends = {f"train.{n}": getattr(config.train, n) for n in ("epochs", "steps")}
+    said = [f"{name}={value}" for name, value in ends.items() if value is not None]
+    if len(said) == 2:
+        return f"of {said[0]} and {said[1]} the first to come ends it: larger ones make it longer"
+    return f"a larger {said[0].partition('=')[0] if said else 'train.epochs'} makes it longer"
 
 
 def _build(config: RunConfig, env: RankEnv, run: RunDir | None) -> Training:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeline.errors import UsageError
 from ridgeline.plan.job import Job
 from ridgeline.plan.known import MODELS, find_model, model_of_recipe
 from ridgeline.plan.machine import load_machine, machine_names
@@ -123,3 +124,10 @@ def test_profiles_load_and_are_physical(name: str) -> None:
     ):  # fmt: skip
         assert 0 < share <= 1
     assert machine.source["device"]
+
+
+def test_arguments_that_the_model_has_not_are_refused() -> None:
+    """`ridgeline train` would refuse them, so a plan would be of something else."""
+    with pytest.raises(UsageError, match=r"unknown argument 'layers' in model\.args of llama"):
+        model_of_recipe("llama", {"size": "1m", "layers": 4}, None)
+    assert model_of_recipe("llama", {"size": "1m", "rope_theta": 1e4, "norm_eps": 1e-5}, None)
