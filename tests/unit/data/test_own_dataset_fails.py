@@ -35,7 +35,7 @@ def test_the_sample_is_named_and_the_traceback_kept(threads: int, tmp_path: Path
     source, _ = build_sources(f"{__name__}:make", {}, 0)
     loader = Loader(source, batch=64, threads=threads)
     with pytest.raises(
-        UserCodeFailed, match="KeyError: 'label' at sample 200 .while reading"
+        UserCodeFailed, match=r"KeyError: 'label' at sample 200 .while reading"
     ) as told:
         for _ in loader.epoch(0):
             pass
