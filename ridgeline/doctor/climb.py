@@ -45,16 +45,13 @@ from ridgeline.doctor.ladder import (
     show_ladder,
     show_rate,
 )
+from ridgeline.doctor.longer import Longer, Look
 from ridgeline.doctor.losses import (
-    LONGER,
     NUDGE,
     difference,
     is_near,
-    judge_longer,
     judge_losses,
     judge_whole,
-    may_be_behind,
-    share_behind,
     tell_losses,
     wobble_of,
 )
@@ -99,10 +96,8 @@ class _Ascent:
     """Of the last kept state that costs digits, the baseline's before there is one."""
     rounded: str = ""
     """That state's remedy."""
-    is_apart: bool = False
-    """Whether a state was kept after a longer look: it began away from the baseline."""
-    behind: float = 0.0
-    """Share of the steps by which the last kept state that costs digits is behind it."""
+    longer: Longer = field(default_factory=Longer)
+    """What longer looks have found."""
     wobble: float | None = None
     """How far the baseline is from itself after a nudge; None where that is not known."""
     is_wobble_asked: bool = False
@@ -150,8 +145,7 @@ class _Ascent:
         num = self.effort.check_steps
         if remedy.costs_digits:
             self.rounded, self.rounded_losses = remedy.name, losses[:num]
-            if not self.is_apart:
-                self.behind = share_behind(losses[:num], self.baseline_losses)
+            self.longer.note_kept(losses[:num], self.baseline_losses)
             return
         moved = zip(self.reordered_losses, losses[:num], self.kept.losses[:num], strict=True)
         self.reordered_losses = [loss * new / old if old else loss for loss, new, old in moved]
@@ -476,17 +470,17 @@ def _measure(
             problem = judge_losses(losses, held_to, effort, ascent.wobble or 0.0)
         if problem and whose:
             problem += f", of {whose}"
-        whole = ascent.rounded_losses if ascent.is_apart else ascent.baseline_losses
+        longer = ascent.longer
+        whole = ascent.rounded_losses if longer.is_apart else ascent.baseline_losses
         problem = problem or judge_whole(losses, whole, effort)
-        behind, longer = 0.0, False
-        if problem and is_rounding and may_be_behind(losses, held_to, effort):
-            longer = not ascent.is_late and kept.goes_on
-        if longer:
-            later, behind = _look_longer(ascent, candidate)
-            problem = later and f"{problem}; {later}"
+        look: Look | None = None
+        may_look = is_rounding and not ascent.is_late
+        if problem and may_look and longer.may_look(kept, losses, held_to, effort):
+            look = longer.look(kept, candidate, effort)
+            problem = look.problem and f"{problem}; {look.problem}"
         if problem:
             rung = build_rung(tried, candidate, False, problem, apart, losses=losses)
-            return (_with_longer(rung, candidate, behind, effort) if longer else rung), None
+            return (look.put_on(rung) if look is not None else rung), None
         ascent.ahead.settle()
         ascent.ahead.make_room(kept, candidate)
         raced = race(kept, candidate, effort)
@@ -494,17 +488,17 @@ def _measure(
         quiet = effort.least_gain if tried.members else QUIET
         gain, noise = raced.gain, raced.noise(effort.least_gain, quiet)
         # Steps that it learns less in are steps that it has to make up for.
-        keep = gain > 1 + noise + max(behind, 0.0)
-        wobble = ascent.wobble or 0.0
+        keep = gain > 1 + noise + (look.more if look is not None else 0.0)
         why = tell_gain(gain, noise)
-        if longer:
-            why += _tell_behind(behind, ascent, outweighs=not keep and gain > 1 + noise)
+        if look is not None:
+            why += look.tell(outweighs=not keep and gain > 1 + noise)
         else:
-            why += tell_losses(losses, held_to, effort, wobble, whose)
-        if keep and longer:
-            ascent.is_apart, ascent.behind = True, ascent.behind + max(behind, 0.0)
+            why += tell_losses(losses, held_to, effort, ascent.wobble or 0.0, whose)
         rung = build_rung(tried, candidate, keep, why, apart, raced, losses)
-        rung = _with_longer(rung, candidate, behind, effort) if longer else rung
+        if look is not None:
+            rung = look.put_on(rung)
+            if keep:
+                longer.keep(look, kept, effort)
         return dataclasses.replace(rung, noise=noise), candidate if keep else None
     except KeyboardInterrupt:
         keep, wait_s = False, AT_ONCE_S
@@ -512,37 +506,6 @@ def _measure(
     finally:
         if candidate is not None and not keep:
             candidate.close(wait_s)
-
-
-def _look_longer(ascent: _Ascent, candidate: Candidate) -> tuple[str, float]:
-    """What is wrong with it after more steps, beside the last kept state's after as many; and by what share
-    of them it is behind."""
-    num, curves = LONGER * ascent.effort.check_steps, []
-    for state in (ascent.kept, candidate):
-        try:
-            if (missing := num - len(state.losses)) > 0:
-                state.run(missing, 0)
-        except RunError as error:
-            if state is ascent.kept:
-                raise BeforeFailed(f"the state that was kept failed: {error}") from error
-            raise
-        curves.append(state.losses[:num])
-    return judge_longer(curves[1], curves[0], ascent.behind)
-
-
-def _tell_behind(behind: float, ascent: _Ascent, outweighs: bool) -> str:
-    num = LONGER * ascent.effort.check_steps
-    where = "behind" if behind > 0 else "ahead"
-    more = f", {behind:.1%} of them, which outweighs it" if outweighs else ""
-    return f"; its loss is {abs(behind) * num:.1f} steps {where} after {num}{more}"
-
-
-def _with_longer(rung: Rung, state: Candidate, behind: float, effort: Effort) -> Rung:
-    losses = state.losses[: LONGER * effort.check_steps]
-    finite = all(map(math.isfinite, losses))
-    return dataclasses.replace(
-        rung, longer_losses=tuple(losses) if finite else (), behind=behind if finite else None
-    )
 
 
 def _find_wobble(ascent: _Ascent) -> bool:

@@ -67,7 +67,7 @@ class Rung:
     longer_losses: tuple[float, ...] = ()
     """Of a state that was looked at for longer, over all of those steps."""
     behind: float | None = None
-    """Share of those steps by which it was behind the last kept state."""
+    """Share of those steps by which it was behind the state that was kept before the first such look."""
     losses: tuple[float, ...] = ()
     """Those that were compared; none where one of them is no number."""
 
@@ -246,8 +246,8 @@ def _longer(ladder: Ladder) -> str:
         return ""
     return (
         f"; what costs digits and begins further apart may be {BEHIND:.0%} of "
-        f"{LONGER * ladder.check_steps} steps behind the last kept state, with all that was kept before, "
-        "and has to gain more than that"
+        f"{LONGER * ladder.check_steps} steps behind, with what was kept before that, and has to gain more "
+        "than it adds to that"
     )
 
 
