@@ -72,7 +72,7 @@ def run_ranks(
                 place = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
                 ranks.append(_start(command, rank, {**environment, **place}, log_dir))
             failed = _wait(ranks, heard)
-            number = heard.numbers[0] if heard.numbers else number
+            number = _pass_on(heard.numbers[0]) if heard.numbers else number
         finally:
             _end(ranks, number, heard)
             for rank in range(1, num_processes):
@@ -81,6 +81,11 @@ def run_ranks(
         _raise_first(failed, log_dir)
     if heard.numbers:
         raise KeyboardInterrupt(f"got {signal_name(heard.numbers[0])}")
+
+
+def _pass_on(number: int) -> int:
+    """What ranks are told: not to leave all of their memory in a file each, as SIGQUIT would have them."""
+    return signal.SIGINT if number == signal.SIGQUIT else number
 
 
 def _environment(num_processes: int, threads: int, variables: Mapping[str, str]) -> dict[str, str]:

@@ -103,7 +103,8 @@ def test_a_climb_keeps_the_faster_and_drops_the_rest(
     assert "not promising" not in rungs
     raced = [rungs[n] for n in ("baseline", "threads", "slower")]
     assert all(rung.tenth_step_s > 0 and rung.spread is not None for rung in raced)
-    assert [len(rung.turns_s) for rung in raced] == [3, 3, 3]
+    # Four threads may be more than twice as fast as one, and two turns are enough then.
+    assert [len(rung.turns_s) in (2, 3) for rung in raced] == [True] * 3
     assert rungs["baseline"].rate == pytest.approx(8 / rungs["baseline"].step_s)
     assert rungs["threads"].rate == pytest.approx(rungs["baseline"].rate * rungs["threads"].times)
     again = load_config(tmp_path / "out" / "recipe.yaml").config
