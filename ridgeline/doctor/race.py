@@ -72,7 +72,9 @@ class Race:
         """
         ratios = self.ratios
         if len(ratios) < 3:
-            return max(max(ratios) - min(ratios), least_gain)
+            # Both being far on one side leaves open how much it is, not whether.
+            apart = max(ratios) - min(ratios)
+            return max(least_gain, min(apart, (self.gain - 1) / 2) if self.gain > 1 else apart)
         low = statistics.quantiles(ratios, n=4)[0]
         apart = max(ratios) - min(ratios)
         return max(self.gain - low, min(least_gain, max(quiet, QUIET_TURNS * apart)))

@@ -359,6 +359,8 @@ def test_three_turns_are_enough_where_they_leave_no_doubt() -> None:
     assert len(race(Paced(*slow), Paced(*fast), effort, fewest=3).ratios) == 3
     two = race(Paced(9.0, 8.0), Paced(1.0, 1.0), effort)
     assert (two.gain, two.noise(0.01)) == (8.0, 1.0)
+    unsure = race(Paced(2.2, 6.0), Paced(1.0, 1.0), effort)  # by how much, not whether
+    assert unsure.gain > 1 + unsure.noise(0.01)
     slow, fast = (1.6, 1.7, 1.6), (1.0, 1.1, 1.0)
     assert len(race(Paced(*slow), Paced(*fast), effort).ratios) == 3
     assert len(race(Paced(*fast), Paced(*slow), effort).ratios) == 3

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -31,12 +32,20 @@ except BaseException as error:
 """
 
 
-def launcher(folder: Path, text: str, **options: object) -> subprocess.Popen[str]:
+def hears_all() -> None:
+    """A shell that starts tests in the background has some of them ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def launcher(
+    folder: Path, text: str, prepare: Callable[[], object] = hears_all
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(folder), START + text],
         stdout=subprocess.PIPE,
         text=True,
-        **options,  # type: ignore[call-overload]
+        preexec_fn=prepare,
     )
 
 
@@ -143,7 +152,7 @@ def test_a_signal_ends_all(number: signal.Signals, tmp_path: Path) -> None:
 def test_a_lost_terminal_is_passed_over_under_nohup(tmp_path: Path) -> None:
     ignoring = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
     text = WAITING.format(folder=str(tmp_path), seconds=1.5)
-    process = launcher(tmp_path / "logs", text, preexec_fn=ignoring)
+    process = launcher(tmp_path / "logs", text, ignoring)
     wait_for(tmp_path / "pid-0")
     process.send_signal(signal.SIGHUP)
     assert process.wait(20) == 0
