@@ -251,7 +251,7 @@ def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: boo
             if asked.fresh:
                 run.start_over()
             run.write_text(CONFIG, dump_config(config))
-    jobs.hand_over(made_job, kind, wanted.chain, dry_run)
+    jobs.hand_over(made_job, kind, wanted.chain, dry_run, "--on")
 
 
 def _default_processes(config: RunConfig, before: RunDir | None) -> int:

@@ -339,8 +339,8 @@ def job_of(wanted: Wanted, arguments: list[str], folder: Path, name: str) -> Any
     return make_job(wanted, body, folder.absolute(), Path.cwd(), name)
 
 
-def hand_over(job: Any, kind: str, chain: int, dry_run: bool) -> None:
-    """Print the script, or submit it and print the id."""
+def hand_over(job: Any, kind: str, chain: int, dry_run: bool, option: str) -> None:
+    """Print the script, or submit it and print the id; `option` is the command's for where to run."""
     from ridgeline.launch.request import render_job, submit_job
 
     if dry_run:
@@ -349,7 +349,7 @@ def hand_over(job: Any, kind: str, chain: int, dry_run: bool) -> None:
     try:
         records = submit_job(job, kind, chain)
     except RunError as error:
-        raise RunError(f"{error}; --scheduler local runs it on this machine instead") from error
+        raise RunError(f"{error}; {option} local runs it on this machine instead") from error
     for record in records:
         waits = f", after {', '.join(record.after)}" if record.after else ""
         typer.echo(f"job {record.id}: {job.folder}{waits}")

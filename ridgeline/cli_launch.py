@@ -99,7 +99,7 @@ def start(
     again = ["launch", "--scheduler", kind, "--here", "--folder", str(where.absolute())]
     again += place_options(place, wanted)
     made = job_of(wanted, [*again, "--", *command], where, called)
-    hand_over(made, kind, wanted.chain, job.dry_run)
+    hand_over(made, kind, wanted.chain, job.dry_run, "--scheduler")
 
 
 def _new_folder(called: str, make: bool) -> Path:

@@ -52,6 +52,7 @@ from ridgeline.doctor.losses import (
     is_near,
     judge_losses,
     judge_whole,
+    may_be_behind,
     tell_losses,
     wobble_of,
 )
@@ -474,8 +475,8 @@ def _measure(
         whole = ascent.rounded_losses if longer.is_apart else ascent.baseline_losses
         problem = problem or judge_whole(losses, whole, effort)
         look: Look | None = None
-        may_look = is_rounding and not ascent.is_late
-        if problem and may_look and longer.may_look(kept, losses, held_to, effort):
+        may_look = is_rounding and kept.goes_on and not ascent.is_late
+        if problem and may_look and may_be_behind(losses, held_to, effort):
             look = longer.look(kept, candidate, effort)
             problem = look.problem and f"{problem}; {look.problem}"
         if problem:

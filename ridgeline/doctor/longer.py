@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from ridgeline.doctor.ladder import Rung
-from ridgeline.doctor.losses import LONGER, judge_longer, may_be_behind, share_behind
+from ridgeline.doctor.losses import LONGER, judge_longer, share_behind
 from ridgeline.doctor.race import BeforeFailed
 from ridgeline.doctor.states import Candidate, Effort
 from ridgeline.errors import RunError
@@ -66,11 +66,6 @@ class Longer:
         """Of a state that costs digits and passed without such a look."""
         if not self.is_apart:
             self.behind = share_behind(losses, baseline)
-
-    def may_look(
-        self, kept: Candidate, losses: list[float], held_to: list[float], effort: Effort
-    ) -> bool:
-        return kept.goes_on and may_be_behind(losses, held_to, effort)
 
     def look(self, kept: Candidate, candidate: Candidate, effort: Effort) -> Look:
         held_to, behind = self._held_to(kept, effort)

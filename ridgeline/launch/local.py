@@ -9,14 +9,13 @@ at once. Called by `start.py`; imports without torch.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -24,14 +23,13 @@ from typing import NamedTuple, NoReturn
 
 from ridgeline.launch.env import LAUNCHER, RANK_VARIABLES
 from ridgeline.launch.failures import RankFailure, raise_first, read_failures, signal_name
-from ridgeline.launch.rank import free_ports
+from ridgeline.launch.rank import end_with_parent, free_ports
 
 SHUTDOWN_S = 5.0
 """Seconds that ranks get to end after a signal before they are killed, and to be gone after that."""
 _LOOK_S = 0.05
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Ends of the whole command; SIGTERM and SIGUSR1 are the caller's."""
-_PARENT_DEATH_SIGNAL = 1
 
 Process = subprocess.Popen[bytes]
 
@@ -149,20 +147,8 @@ def _start(command: list[str], rank: int, environment: Mapping[str, str], log_di
             stdout=out,
             stderr=err,
             start_new_session=True,
-            preexec_fn=_end_with_parent(),
+            preexec_fn=end_with_parent,
         )
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """What has the kernel end a rank when this process is killed outright."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def ask() -> None:
-        prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-    return ask
 
 
 def _wait(ranks: list[Process], heard: _Heard) -> dict[int, Death]:

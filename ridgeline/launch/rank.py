@@ -179,7 +179,7 @@ class Child:
         environment.pop(HUB, None)  # the secret is the wrapper's
         options: dict[str, Any] = {
             "env": environment,
-            "preexec_fn": _end_with_parent,
+            "preexec_fn": _prepare_child,
             "process_group": 0,
         }
         shown = rank == 0
@@ -235,11 +235,15 @@ def _spawn(command: list[str], options: dict[str, Any]) -> subprocess.Popen[byte
         ) from error
 
 
-def _end_with_parent() -> None:
-    """In the child: on Linux the kernel ends it when this process is killed outright."""
+def end_with_parent() -> None:
+    """In a child: on Linux the kernel ends it when whoever started it is killed outright."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _prepare_child() -> None:
+    end_with_parent()
     for number in _FORWARDED:
         signal.signal(number, signal.SIG_DFL)
 

@@ -7,7 +7,6 @@ again after a failure with `--max-restarts`; asked to stop, it then ends with th
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -22,18 +21,13 @@ if TYPE_CHECKING:
     from ridgeline.train.signals import Requests
 
 
-def _end_with_launcher() -> None:
-    """A launcher that is killed outright cannot end its ranks; on Linux the kernel does."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
 def main(argv: list[str]) -> NoReturn:
     # The launcher alone hears Ctrl-C (ranks have sessions of their own) and passes it on; a rank that
     # hears it ends at once, also in the middle of a collective, where Python's handler would wait.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _end_with_launcher()
+    from ridgeline.launch.rank import end_with_parent
+
+    end_with_parent()  # a launcher that is killed outright cannot end its ranks
     from ridgeline.launch.env import prepare_rank, read_rank_env
     from ridgeline.launch.ranks import introduce
     from ridgeline.rundir import LOGS, RunDir

@@ -223,6 +223,17 @@ write_manifest(path, Manifest(1, "dp=1", 1, 0.0, files=files,
 """
 
 
+def run_apart(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """In an interpreter of its own, which finds the package and little else."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+
+
 def test_checkpoints_are_looked_at_and_verified_without_torch(tmp_path: Path) -> None:
     code = f"{NO_TORCH}\n{WRITE_CHECKPOINT}\nfrom ridgeline.cli import main\n"
     code += """
@@ -240,13 +251,7 @@ call(2, 'diff', str(path), str(path))
 call(2, 'export', str(path), 'x.safetensors')
 call(2, 'reshard', str(path), 'there', '--layout', 'dp=1')
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    )
+    done = run_apart(code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "model/w is damaged" in done.stdout
     assert done.stderr.count("needs torch, which is not installed here") == 3
@@ -269,13 +274,7 @@ assert started
 assert "torch" not in sys.modules
 assert "numpy" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    )
+    done = run_apart(code, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -283,13 +282,7 @@ assert "numpy" not in sys.modules
 def test_training_without_torch_is_one_sentence(tmp_path: Path, args: list[str]) -> None:
     code = f"{NO_TORCH}\nimport sys\nsys.argv = ['ridgeline', *{args!r}]\n"
     code += "from ridgeline.cli import main\nmain()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    )
+    done = run_apart(code, tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "needs torch, which is not installed here" in done.stderr

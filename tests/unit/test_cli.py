@@ -11,7 +11,7 @@ import yaml
 
 from ridgeline import __version__, cli
 from ridgeline.config import load_config, recipe_names
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError
 from ridgeline.rundir import CONFIG, EvalRecord, RunDir, StepRecord
 
 
@@ -232,3 +232,21 @@ def test_gpus_are_asked_for_where_there_may_be_one(tmp_path: Path) -> None:
     assert may_have_gpu(dev, pci)
     (dev / "kfd").write_text("")
     assert may_have_gpu(dev, tmp_path / "none")
+
+
+@pytest.mark.parametrize("option", ["--on", "--scheduler"])
+def test_a_queue_that_refuses_leaves_a_way_out(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named as the command's own option is."""
+    from ridgeline import cli_jobs
+    from ridgeline.launch import request
+
+    def refuse(*_: object) -> None:
+        raise RunError("sbatch refused (1): no configuration")
+
+    monkeypatch.setattr(request, "submit_job", refuse)
+    with pytest.raises(
+        RunError, match=rf"no configuration; {option} local runs it on this machine"
+    ):
+        cli_jobs.hand_over(None, "slurm", 1, False, option)
