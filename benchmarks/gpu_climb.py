@@ -17,8 +17,9 @@ ladder in new processes, over the states that were kept alone, and says how far 
 all runs before: call it twice for three runs. `text` trains on real text
 (Python's standard library as bytes; 256 of the 32,768 tokens occur) in bf16 and in fp8 from the same
 weights on the same samples and compares the mean of the last tenth of the losses; each of them can be run
-alone, with `--states bf16` or the fp8 state's name, and is kept in the folder. Results are written to
-`--json` after every state, nothing is begun after `--limit` seconds, and compiled code stays in the folder.
+alone, with `--states bf16`, the fp8 state's name or `climbed`, and is kept in the folder. Results are
+written to `--json` after every state, nothing is begun after `--limit` seconds, and compiled code stays in
+the folder.
 """
 
 from __future__ import annotations
@@ -107,13 +108,17 @@ def chosen_states(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         if not wanted:  # no name in full: the beginnings of names
             wanted = {n: s for n, s in known.items() if n.startswith(tuple(options.states))}
     found = {name: configure(case, options, *state) for name, state in wanted.items()}
-    folder = options.folder / f"climb-{case.name}"
-    recipe = folder / "further" / "recipe.yaml"
-    if not recipe.is_file():
-        recipe = folder / "recipe.yaml"
+    recipe = climbed_recipe(case, options)
     if recipe.is_file() and (options.states is None or "climbed" in options.states):
         found["climbed"] = load_config(recipe).config
     return found
+
+
+def climbed_recipe(case: Case, options: argparse.Namespace) -> Path:
+    """Where a climb leaves its recipe; of the one that went further, where there is one."""
+    folder = options.folder / f"climb-{case.name}"
+    further = folder / "further" / "recipe.yaml"
+    return further if further.is_file() else folder / "recipe.yaml"
 
 
 def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[tuple[str, ...]]:
@@ -256,6 +261,7 @@ def _row(case: Case, name: str, f: dict[str, Any]) -> tuple[str, ...]:
 
 def run_text(case: Case, options: argparse.Namespace, results: Results) -> None:
     """bf16 and fp8 for as many steps on real text, one after the other, kept in the folder."""
+    from ridgeline.config import load_config
     from ridgeline.doctor.states import Candidate, Effort
 
     path = options.folder / f"text-{case.name}.json"
@@ -264,14 +270,18 @@ def run_text(case: Case, options: argparse.Namespace, results: Results) -> None:
     length = 64 if options.tiny else case.units_per_sample
     text = ("data.source=text", f"data.args={{seq_len: {length}}}", "schedule.warmup_steps=50")
     every = {"bf16": (*BF16, "tune.compile_mode=regional"), **case.states, **case.more}
-    names = [n for n in every if n in (options.states or ("bf16", options.fp8))]
+    wanted = options.states or ("bf16", options.fp8)
+    names = [n for n in (*every, "climbed") if n in wanted]
     for name in names:
         if is_late(options):
             say(f"{case.name} on text: no time for {name}")
             continue
         candidate = None
         try:
-            config = configure(case, options, *every[name], *text)
+            if name == "climbed":
+                config = load_config(climbed_recipe(case, options), list(text)).config
+            else:
+                config = configure(case, options, *every[name], *text)
             place = f"text-{case.name}-{name.replace(' ', '-')}"
             candidate = Candidate(
                 config, place, options.folder, effort, options.folder / "compiled"

@@ -551,12 +551,14 @@ def main() -> None:
             print(f"{took:6.1f} s  {name} {json.dumps(short)}", file=sys.stderr, flush=True)
         write_json(args.json, with_every_window(result))
     print_table(
-        ("model", "seq", "samples", "layout", "rank", "held GB", "peak GB", "reserved GB", "s"),
+        ("model", "seq", "samples", "layout", "rank", "held GB", "peak GB", "reserved GB", "s",
+         "host"),
         [
             (
                 r["size"], str(r["seq"]), str(r["samples"]), r["layout"], f"{r['rank']}/{r['world']}",
                 f"{r['held_between_steps_bytes'] / 1e9:.2f}", f"{r['peak_step_bytes'] / 1e9:.2f}",
                 f"{r['peak_reserved_bytes'] / 1e9:.2f}", f"{r['step_s']:.3f}",
+                f"{r['host_s'] / r['step_s']:.0%}",
             )
             for r in result["runs"]
         ],

@@ -54,7 +54,8 @@ def _square_sum(
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [getattr(g, "_local_tensor", g) for g in gradients]
     local = [g for g in local if g.numel()]
-    total = torch.zeros((), dtype=wide, device=device)
-    for norm in torch._foreach_norm(local, 2, dtype=wide) if local else ():
-        total += norm.square().to(device)
-    return total
+    if not local:
+        return torch.zeros((), dtype=wide, device=device)
+    # Together, since a large model has hundreds and the device does nothing else meanwhile.
+    norms = torch._foreach_norm(local, 2, dtype=wide)
+    return torch.stack([norm.to(device) for norm in norms]).square().sum()

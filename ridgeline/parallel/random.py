@@ -81,7 +81,8 @@ class Keys:
 def build_keys(seed: int, step: int, sample_ids: Tensor | None, sample_dim: int | None) -> Keys:
     number = _mix_number(_mix_number(seed * _GOLDEN + 1) + step * _GOLDEN)
     device = sample_ids.device if sample_ids is not None else None
-    base = torch.tensor(number, dtype=torch.int64, device=device)
+    # Filled in there: a copy would make the host wait.
+    base = torch.full((), number, dtype=torch.int64, device=device)
     if sample_ids is None:
         return Keys(base, None, sample_dim)
     return Keys(base, _mix(base + (sample_ids.to(torch.int64) + 1) * _GOLDEN), sample_dim)

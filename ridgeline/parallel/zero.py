@@ -246,14 +246,19 @@ class FlatZero:
     def _find_unused(self, used: set[int]) -> set[str]:
         """Names of the parameters that had no gradient on any rank."""
         slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        flags = torch.zeros(len(slots), dtype=torch.int32)
-        flags[list(used)] = 1
-        flags = flags.to(self._buckets[0].kind.device, non_blocking=True)
+        device, num = self._buckets[0].kind.device, len(slots)
+        if len(used) == num:
+            # The usual case, in which the host neither copies anything nor waits for the answer.
+            flags = torch.ones(num, dtype=torch.int32, device=device)
+        else:
+            flags = torch.zeros(num, dtype=torch.int32)
+            flags[list(used)] = 1
+            flags = flags.to(device)
         for group in (self._group, self._copies):
             if group is not None:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        if len(used) == len(slots):
-            return set()  # the usual case, in which the host need not wait for the answer
+        if len(used) == num:
+            return set()
         anywhere = flags.tolist()
         return {slot.name for slot in slots if not anywhere[slot.index]}
 

@@ -26,9 +26,7 @@ from ridgeline.plan.software import RIDGELINE, Software
 
 NORM_BACK: Final = 2.3
 """How much longer a norm's gradients take than their bytes would, as in `own.py`."""
-SLOWER: Final = {
-    "plain": 1.0, "upcast": UPCAST, "strided": STRIDED, "mixed": MIXED, "norm_back": NORM_BACK,
-}  # fmt: skip
+SLOWER: Final = {"plain": 1.0, "upcast": UPCAST, "mixed": MIXED, "norm_back": NORM_BACK}
 BESIDES: Final = 1.5
 """Calls of the host for a product in backward besides itself: clearing and adding up its pieces."""
 DISPATCHED: Final = 1.95
@@ -237,7 +235,8 @@ def _direction(device: Device, work: Work, part: Share, backward: bool) -> Cost:
     if part.compiled:
         moved, kernels = part.bytes(work.fused_moved), float(work.fused_kernels)
     else:
-        moved = sum(SLOWER[kind] * part.bytes(amount) for kind, amount in work.moved.items())
+        slower = {**SLOWER, "strided": STRIDED[element_bytes(low)]}
+        moved = sum(slower[kind] * part.bytes(amount) for kind, amount in work.moved.items())
         kernels = float(work.kernels)
     moving = max(0, round(kernels) - num_products - num_fused)
     if backward:

@@ -24,6 +24,9 @@ RAMP: Final = 700.0
 """Keys at which a fused attention kernel reaches half of what it does with very many."""
 NARROW_HEADS: Final = 0.87
 """What FlashAttention 2 keeps of its rate with heads of 64 instead of 128, as its paper's figures show."""
+PLAIN_ATTENTION: Final = 0.53
+"""What fused attention in float32 reaches of the peak where tensor cores are for shorter types alone:
+torch's memory-efficient kernels of 1024 keys on an H200 (0.50 to 0.55)."""
 ALIGNED: Final = {8: 1.0, 4: 0.75, 2: 0.5, 1: 0.3}
 """What a 16-bit product reaches of its rate when its rows begin at multiples of so many elements: below 8
 (16 bytes) they can be loaded only in smaller pieces, and below 2 not at all by the asynchronous copies."""
@@ -42,6 +45,11 @@ def alignment(size: float, *widths: int) -> float:
 
 def element_bytes(precision: str) -> float:
     return {"fp8": 1.0, "fp16": 2.0, "bf16": 2.0}.get(precision, 4.0)
+
+
+def _has_tensor_cores(device: Device) -> bool:
+    peaks = device.peak_flops
+    return max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0)) > 2 * peaks["fp32"]
 
 
 @lru_cache(maxsize=65536)
@@ -89,9 +97,12 @@ def flash_s(
     """
     peak = device.peak_flops.get(precision) or device.peak_flops["fp32"]
     flops = 4.0 * batch * heads * seq * keys * width * (0.5 if causal else 1.0)
-    share = device.flash_efficiency * keys / (keys + RAMP)
-    if width < 128:
-        share *= narrow ** log2(128.0 / width)
+    if precision == "fp32" and _has_tensor_cores(device):
+        share = PLAIN_ATTENTION
+    else:
+        share = device.flash_efficiency * keys / (keys + RAMP)
+        if width < 128:
+            share *= narrow ** log2(128.0 / width)
     if backward:
         flops, share = 2.5 * flops, 0.85 * share
     moved = element_bytes(precision) * batch * heads * width * (2 * seq + 2 * keys)

@@ -21,8 +21,9 @@ from ridgeline.plan.transformer import Transformer
 
 UPCAST: Final = 2.1
 """How much longer a cast to a wider type takes than its bytes would (1.9 of 4.2 TB/s on an H200)."""
-STRIDED: Final = 3.7
-"""The same for products with rotary tables, which broadcast over halves of heads."""
+STRIDED: Final = {2.0: 3.7, 4.0: 2.1}
+"""The same for products with rotary tables, which broadcast over halves of heads and load one element at a
+time: by the bytes of one."""
 MIXED: Final = 1.6
 """The same for sums of a float32 and a 16-bit tensor."""
 FORWARD_KERNELS: Final = 45
@@ -86,13 +87,13 @@ def own_layer(
     """Products that cast an input of the residual stream's width."""
     moved = 2 * 2 * wide * here + casts * inputs * (wide + low) * n
     moved += 2 * (2 * wide + low) * here * (MIXED if casts else 1.0)
-    rotary = turned * low * (4 * STRIDED + 3 + 2) if model.rotary else 0.0
+    rotary = turned * low * (4 * STRIDED[low] + 3 + 2) if model.rotary else 0.0
     gate = low * f * (5 if model.gated else 2)
     forward_moved = moved + rotary + gate + casts * (4 + low) * weights
 
     back = casts * UPCAST * inputs * (wide + low) * n + (inputs - 2) * 3 * wide * n
     back += 2 * 3 * wide * here + casts * 2 * (wide + low) * n + 2 * 6.9 * wide * here
-    back += low * turned * (4 * STRIDED + 5 + 2) if model.rotary else 0.0
+    back += low * turned * (4 * STRIDED[low] + 5 + 2) if model.rotary else 0.0
     back += low * f * (9 if model.gated else 3)
     back += casts * UPCAST * (4 + low) * weights
 

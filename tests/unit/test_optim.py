@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline.config import OptimConfig, ScheduleConfig
 from ridgeline.errors import UsageError
 from ridgeline.optim.build import build_optimizer, decay_groups, list_trainables
 from ridgeline.optim.schedules import SCHEDULES, build_schedule, fit_warmup, scale_lr
 from ridgeline.optim.update import build_update
+from ridgeline.parallel.norm import _square_sum
 
 # Schedules.
 
@@ -268,3 +271,25 @@ def test_with_loss_scaling_the_update_is_that_of_the_true_gradients(clip: float 
         if norm is not None:
             torch.testing.assert_close(norm, want)
         assert_same(ours, theirs, rtol=1e-6)
+
+
+def test_many_gradients_are_summed_in_as_few_operations_as_two() -> None:
+    class Count(TorchDispatchMode):
+        num = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.num += 1
+            return func(*args, **(kwargs or {}))
+
+    def count(num: int) -> int:
+        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(num)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        with Count() as mode:
+            total = _square_sum(parameters, torch.float32, torch.device("cpu"))
+        assert total.item() == pytest.approx(2 * num)
+        return mode.num
+
+    assert count(100) == count(2)
