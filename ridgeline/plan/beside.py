@@ -26,6 +26,8 @@ HOST_MEMORY: Final = 20e9
 """Bytes a second of a device's share of its host's memory: some 160 GB/s of a node of eight."""
 ADAM_BYTES: Final = 28.0
 """A parameter: gradient, weight and two moments read, all but the gradient written, in float32."""
+COPY_COST: Final = 0.2
+"""What a copy that is hidden adds all the same, of its time: assumed, no run has shown it."""
 BLOCKS_HERE: Final = 3
 """Blocks whose activations are on the device though they are kept on the host: the one at work, the one on
 its way out or in, and one that waits for its copy."""
@@ -67,19 +69,17 @@ def offloaded_s(job: Job, count: float, layers: int, forward_s: float, backward_
         return down / link + ADAM_BYTES * own / HOST_MEMORY + up * own / link
     if job.offload == "params":
         piece = 4.0 * own / link
-        gathers = _exposed(job, piece, forward_s) + _exposed(job, 2 * piece, backward_s)
+        gathers = _exposed(piece, forward_s) + _exposed(2 * piece, backward_s)
         return job.microbatches * gathers + ADAM_BYTES * own / HOST_MEMORY
     if job.offload == "activations":
         moved = _kept(job) * max(layers - 1, 0) / link
-        return job.microbatches * (
-            _exposed(job, moved, forward_s) + _exposed(job, moved, backward_s)
-        )
+        return job.microbatches * (_exposed(moved, forward_s) + _exposed(moved, backward_s))
     return 0.0
 
 
-def _exposed(job: Job, copy_s: float, room_s: float) -> float:
+def _exposed(copy_s: float, room_s: float) -> float:
     hidden = min(copy_s, room_s)
-    return copy_s - hidden + job.machine.overlap_cost * hidden
+    return copy_s - hidden + COPY_COST * hidden
 
 
 def _kept(job: Job) -> float:

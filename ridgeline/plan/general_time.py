@@ -14,7 +14,7 @@ from ridgeline.plan.general import ModuleJob, again_of, cost_of
 from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost
 from ridgeline.plan.module import Block, ModuleFacts
-from ridgeline.plan.network import Group, collective_s, group_of, point_to_point_s
+from ridgeline.plan.network import Group, collective_s, exposed_s, group_of, point_to_point_s
 from ridgeline.plan.own import own_sharding, own_wire
 from ridgeline.plan.schedule import play
 from ridgeline.plan.time import StepTime, slowest_of, unsent
@@ -217,14 +217,14 @@ def _sharded_extra(
         gather = collective_s(job.machine, "all_gather", weight * count, group)
         if job.pp > 1:
             # A stage is gathered in the first forward and reduced in the last backward of a step.
-            once = _exposed(job, gather, forward_s), _exposed(job, reduce, backward_s)
+            once = (
+                exposed_s(job.machine, gather, forward_s),
+                exposed_s(job.machine, reduce, backward_s),
+            )
             return once[0] / job.microbatches, once[1] / job.microbatches
-    return _exposed(job, gather, forward_s), _exposed(job, gather + reduce, backward_s)
-
-
-def _exposed(job: ModuleJob, communication: float, room: float) -> float:
-    hidden = min(communication, room)
-    return communication - hidden + job.machine.overlap_cost * hidden
+    return exposed_s(job.machine, gather, forward_s), exposed_s(
+        job.machine, gather + reduce, backward_s
+    )
 
 
 def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
@@ -251,7 +251,9 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
     if job.pp > 1 and rank in (0, job.pp - 1) and job.model.tied_parameters:
         tied = 2.0 * _tied(job, job.pp - 1)
         seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
-    return late + (_exposed(job, seconds, backward_s) if job.software.overlap_dp else seconds)
+    return late + (
+        exposed_s(job.machine, seconds, backward_s) if job.software.overlap_dp else seconds
+    )
 
 
 def _optimizer_s(job: ModuleJob, rank: int) -> float:

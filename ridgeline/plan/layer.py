@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.network import Group, collective_s, ring_attention_s
+from ridgeline.plan.network import Group, collective_s, exposed_s, ring_attention_s
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
 
@@ -140,7 +140,7 @@ def layer_cost(
     if hidden:
         # Beside the weight gradients of the two column-split products.
         room = weight_gradients[0] + weight_gradients[2]
-        backward_comm += max(0.0, hidden - room) + machine.overlap_cost * min(hidden, room)
+        backward_comm += exposed_s(machine, hidden, room)
     if part.cp > 1:
         kv = 2 * size * tokens * model.kv_width / t
         ring = (machine, kv, part.cp, t)

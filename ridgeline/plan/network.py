@@ -152,6 +152,20 @@ def flat_ring_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> 
     return passes * num_bytes * (n - 1) / n / own + _start_s(machine.inter, passes, group.nodes)
 
 
+def exposed_s(machine: Machine, communication_s: float, room_s: float) -> float:
+    """What communication adds to so many seconds of computing beside it.
+
+    It takes a share of the device from what computes (`overlap_cost`), for as long as it lasts, and is not
+    itself slower for it: the network is what it waits for.
+
+    >>> from ridgeline.plan.machine import load_machine
+    >>> machine = load_machine("selene").replace(overlap_cost=0.25)
+    >>> exposed_s(machine, 4.0, 10.0), exposed_s(machine, 4.0, 3.5), exposed_s(machine, 4.0, 1.0)
+    (1.0, 1.0, 3.0)
+    """
+    return max(communication_s - room_s, machine.overlap_cost * communication_s)
+
+
 def ring_attention_s(
     machine: Machine, kv_bytes: float, cp: int, tp: int, attention_s: float
 ) -> float:
@@ -159,5 +173,4 @@ def ring_attention_s(
     if cp == 1:
         return 0.0
     step = point_to_point_s(machine, kv_bytes, cp * tp > machine.devices_per_node)
-    exposed = max(0.0, step - attention_s / cp) * (cp - 1)
-    return exposed + machine.overlap_cost * min(step, attention_s / cp) * (cp - 1)
+    return exposed_s(machine, step, attention_s / cp) * (cp - 1)

@@ -23,7 +23,14 @@ from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost, LayerCost, end_cost, layer_cost
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.network import Group, collective_s, flat_ring_s, group_of, point_to_point_s
+from ridgeline.plan.network import (
+    Group,
+    collective_s,
+    exposed_s,
+    flat_ring_s,
+    group_of,
+    point_to_point_s,
+)
 from ridgeline.plan.own import (
     is_half,
     own_ends,
@@ -352,14 +359,15 @@ def _sharded_extra(
         gather = ring(job.machine, "all_gather", weight * count, group)
         if job.software.name == OWN and job.pp > 1:
             # A stage is gathered in the first forward and reduced in the last backward of a step.
-            once = _exposed(job, gather, forward_s), _exposed(job, reduce, backward_s)
+            once = (
+                exposed_s(job.machine, gather, forward_s),
+                exposed_s(job.machine, reduce, backward_s),
+            )
             return once[0] / job.microbatches, once[1] / job.microbatches
-    return (_exposed(job, gather, forward_s), _exposed(job, gather + reduce, backward_s))
-
-
-def _exposed(job: Job, communication: float, room: float) -> float:
-    hidden = min(communication, room)
-    return communication - hidden + job.machine.overlap_cost * hidden
+    return (
+        exposed_s(job.machine, gather, forward_s),
+        exposed_s(job.machine, gather + reduce, backward_s),
+    )
 
 
 def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
@@ -396,7 +404,7 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
         seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
     # With the optimizer on the host, gradients are added up in one buffer and reduced at the end.
     overlaps = job.software.overlap_dp and job.offload != "optimizer"
-    exposed = _exposed(job, seconds, backward_s) if overlaps else seconds
+    exposed = exposed_s(job.machine, seconds, backward_s) if overlaps else seconds
     return exposed + late + compression_s(job, count)
 
 
