@@ -62,6 +62,12 @@ PARAMETERS: Final[dict[str, Parameter]] = {
 """Efficiencies end below what the best published kernels reach, latencies go from those of one hop to those
 of a loaded machine, bytes of an optimizer from a fused Adam's alone to one kernel for each of its steps."""
 
+OF_A_DEVICE: Final = "device.gemm_efficiency"
+"""Fitted for each kind of device by itself, besides for all of them, where rows are of several: as
+`device.gemm_efficiency@H100-SXM5-80GB`. Profiles were made apart, each from its own sources."""
+APART: Final = 0.5
+"""How far devices may well differ in it, of how far all together may be from what is shipped."""
+
 FACTS: Final = ("recomputed", "padded_vocab")
 """1: as stated, or as the program is known for; 0: not so."""
 NOISES: Final = (0.1, 0.03)
@@ -112,7 +118,7 @@ class Misfits:
         self.jobs = [changed(facts)(job) for job in jobs]
         self.seconds = seconds
         self.memories = [predict_memory(job) for job in self.jobs]
-        self.names = [name for name in PARAMETERS if any(_get(j, name) > 0 for j in self.jobs)]
+        self.names = [name for name in _names(self.jobs) if any(_get(j, name) > 0 for j in self.jobs)]
         self.noise = NOISES[0]
         self.stretch = [1.0] * len(jobs)
         """What the schedule takes, played out, compared with `shortest_s`."""
@@ -125,7 +131,7 @@ class Misfits:
         self.names = [
             name
             for name, slope in pairs
-            if max(map(abs, slope)) * self.noise * PARAMETERS[name].width > 0.003
+            if max(map(abs, slope)) * self.noise * parameter_of(name).width > 0.003
         ]
 
     def at(self, place: Sequence[float], played: bool) -> list[float]:
@@ -149,7 +155,7 @@ class Misfits:
 
     def cost(self, rows: Sequence[float], place: Sequence[float]) -> float:
         pairs = zip(self.names, place, strict=True)
-        far = sum((value / PARAMETERS[name].width) ** 2 for name, value in pairs)
+        far = sum((value / parameter_of(name).width) ** 2 for name, value in pairs)
         return sum((FREEDOM + 1) * math.log1p(r * r / FREEDOM) for r in rows) + far
 
     def slopes(self, place: Sequence[float]) -> list[list[float]]:
@@ -200,7 +206,7 @@ def _newton_step(
     matrix = [[0.0] * count for _ in range(count)]
     right = [0.0] * count
     for i in range(count):
-        tight = PARAMETERS[names[i]].width ** -2
+        tight = parameter_of(names[i]).width ** -2
         for j in range(i, count):
             both = sum(w * a * b for w, a, b in zip(weights, slopes[i], slopes[j], strict=True))
             matrix[i][j] = matrix[j][i] = both
@@ -226,7 +232,24 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     return found
 
 
+def parameter_of(name: str) -> Parameter:
+    """By a name as in a fit, where it may be one device's."""
+    name, _, device = name.partition("@")
+    found = PARAMETERS[name]
+    return replace(found, width=APART * found.width) if device else found
+
+
+def _names(jobs: Sequence[Job]) -> list[str]:
+    """All parameters, and those of each kind of device where there are several."""
+    devices = sorted({job.machine.device.name for job in jobs})
+    return [*PARAMETERS, *(f"{OF_A_DEVICE}@{d}" for d in devices if len(devices) > 1)]
+
+
 def _get(job: Job, name: str) -> float:
+    """0 where it is another device's."""
+    name, _, device = name.partition("@")
+    if device and device != job.machine.device.name:
+        return 0.0
     value: Any = job if name.startswith("software.") else job.machine
     for part in name.split("."):
         value = getattr(value, part)
@@ -235,7 +258,7 @@ def _get(job: Job, name: str) -> float:
 
 def _room(jobs: Sequence[Job], name: str, logarithm: float) -> bool:
     return any(
-        PARAMETERS[name].low < _get(job, name) * math.exp(logarithm) < PARAMETERS[name].high
+        parameter_of(name).low < _get(job, name) * math.exp(logarithm) < parameter_of(name).high
         for job in jobs
     )
 
@@ -243,7 +266,7 @@ def _room(jobs: Sequence[Job], name: str, logarithm: float) -> bool:
 def _inside(jobs: Sequence[Job], name: str, logarithm: float) -> float:
     """The nearest at which some job's value is still inside the bounds; the others' are clipped."""
     values = [value for job in jobs if (value := _get(job, name)) > 0]
-    parameter = PARAMETERS[name]
+    parameter = parameter_of(name)
     high = max(math.log(parameter.high / value) for value in values)
     low = min(math.log(max(parameter.low, 1e-9) / value) for value in values)
     return min(max(logarithm, min(low, 0.0)), max(high, 0.0))
@@ -272,10 +295,11 @@ def _multiplied(values: Mapping[str, float], job: Job, software: bool) -> dict[s
     for name, factor in values.items():
         if name in FACTS or name.startswith("software.") != software:
             continue
-        parameter, now = PARAMETERS[name], _get(job, name)
+        parameter, now = parameter_of(name), _get(job, name)
         if now > 0:
-            value = min(max(now * factor, parameter.low), parameter.high)
-            found[name.removeprefix("software.")] = value
+            field = name.partition("@")[0].removeprefix("software.")
+            value = found.get(field, now) * factor
+            found[field] = min(max(value, parameter.low), parameter.high)
     if software and not values.get("padded_vocab", 1.0):
         found["pads_vocab"] = False
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ridgeline.plan.calibrate import NOISES, PARAMETERS, Misfits, clear_caches
+from ridgeline.plan.calibrate import NOISES, Misfits, clear_caches, parameter_of
 from ridgeline.plan.job import Job
 
 NOISE: Final = NOISES[-1]
@@ -52,7 +52,7 @@ def _slopes(jobs: Sequence[Job]) -> list[list[float]]:
     misfits.at(start, True)
     by_name = misfits.slopes(start)
     clear_caches()
-    widths = [PARAMETERS[name].width for name in misfits.names]
+    widths = [parameter_of(name).width for name in misfits.names]
     return [
         [width * slope[place] for width, slope in zip(widths, by_name, strict=True)]
         for place in range(len(jobs))

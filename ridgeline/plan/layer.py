@@ -102,7 +102,8 @@ def layer_cost(
     weight_gradients = []
     for n, k in shapes:
         backward_products += gemm_s(device, tokens, k, n, 1, precision)
-        weight_gradients.append(gemm_s(device, n, k, tokens, 1, precision, True))
+        trained = 0.0 if model.frozen else 1.0
+        weight_gradients.append(trained * gemm_s(device, n, k, tokens, 1, precision, True))
     backward_products += sum(weight_gradients)
 
     core_forward, core_backward = _attention(machine, model, part, software)
@@ -263,7 +264,8 @@ def end_cost(
     embed_back = Cost(elementwise=moved_s(device, 5 * stream, 5), kernels=6)
     product = gemm_s(device, tokens, vocab, model.hidden, 1, precision)
     product_back = gemm_s(device, tokens, model.hidden, vocab, 1, precision)
-    product_back += gemm_s(device, vocab, model.hidden, tokens, 1, precision, True)
+    if not model.frozen:
+        product_back += gemm_s(device, vocab, model.hidden, tokens, 1, precision, True)
     logits = float(tokens) * vocab
     # To float32, its maximum, the difference, exponent, sum and quotient; then their gradients.
     loss = moved_s(device, (22.0 if software.compiled else 38.0) * logits, 8)

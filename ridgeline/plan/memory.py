@@ -262,6 +262,8 @@ def stage_memory(job: Job, rank: int) -> StepMemory:
         gradients /= shards
     if job.zero == 3:
         weights /= shards
+    if model.frozen:
+        gradients = optimizer = 0.0
     layers = sum(job.layers_of(rank))
     per_chunk = layers / job.virtual
     flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]

@@ -386,14 +386,14 @@ def _known_software(row: Row) -> Software | None:
         ddp = str(layout.get("ddp") or "")
         overlaps = "overlap" in ddp and "not overlap" not in ddp
         return replace(MEGATRON_2021, overlap_dp=overlaps)
+    if "Megatron" in source or framework.startswith("Megatron"):
+        return _megatron_core(args, source, str(layout.get("precision")))
     if "torchtitan" in source or "llm-foundry" in source or _is_given(layout.get("fsdp")):
         pure = str(layout.get("mp_mode")) == "PURE"
         software = TORCHTITAN if "torchtitan" in source else FSDP
         software = LLM_FOUNDRY if "llm-foundry" in source else software
         software = replace(software, compiled=flag(layout, "compile"))
         return replace(software, reduce_bytes=2) if pure else software
-    if "Megatron" in source or framework.startswith("Megatron"):
-        return _megatron_core(args, source)
     return None
 
 
@@ -401,9 +401,10 @@ def _is_given(value: Any) -> bool:
     return str(value or "").strip().lower() not in ("", "0", "none", "no", "off", "false")
 
 
-def _megatron_core(args: Mapping[str, Any], source: str) -> Software:
+def _megatron_core(args: Mapping[str, Any], source: str, precision: str) -> Software:
     """Megatron-Core as its arguments say. Without an argument for it, attention stores its scores in the
-    `local` layers and in the earlier of its two test environments, which switched fused kernels off."""
+    `local` layers and in the earlier of its two test environments, which switched fused kernels off.
+    Numbers of 8 bits with a scale for each block are written by kernels of their own."""
     backend = str(args.get("--attention-backend") or "")
     if not backend:
         local = args.get("--transformer-impl") == "local"
@@ -412,6 +413,8 @@ def _megatron_core(args: Mapping[str, Any], source: str) -> Software:
     attention = "fused" if backend == "unfused" else "flash"
     overlaps = not args or bool(args.get("--overlap-grad-reduce"))
     software = replace(MEGATRON_CORE, attention=attention, overlap_dp=overlaps)
+    if "mx" in precision.lower():
+        software = replace(software, fp8_casts=1.0)
     if args.get("--transformer-impl") == "local":
         software = replace(software, buffer_bytes=software.buffer_bytes + 30e6)
     return software
@@ -465,6 +468,7 @@ def read_model(row: Row) -> Transformer:
         kv_heads=whole(facts, "kv_heads") or whole(args, "--num-query-groups"),
         head_width=whole(args, "--kv-channels"),
         gated=gated,
+        frozen="lora" in str(row["source"].get("task") or row["layout"].get("peft")).lower(),
         tied=not llama and not args.get("--untie-embeddings-and-output-weights"),
         learned_positions=arch in ("gpt", "moe") and positions == "learned_absolute",
         rotary=llama or positions == "rope",

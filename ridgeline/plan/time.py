@@ -375,6 +375,8 @@ def _gradients_s(job: Job, rank: int, backward_s: float) -> float:
     group: Group = job.dp_group()
     if group.size == 1:
         return 0.0
+    if job.model.frozen:
+        return 0.0
     machine, count = job.machine, parameters_of(job, rank)
     late = 0.0
     averaged = local_sync_s(job, count)
@@ -440,7 +442,7 @@ def unsent(machine: Machine, costs: Sequence[Cost], gathered: float) -> list[Cos
 
 
 def _optimizer_s(job: Job, rank: int) -> float:
-    if job.offload in ("optimizer", "params"):
+    if job.offload in ("optimizer", "params") or job.model.frozen:
         return 0.0
     count = parameters_of(job, rank) / (job.sharers if job.zero else 1)
     if job.model.experts:

@@ -44,6 +44,8 @@ class Transformer:
     """Inner width of one expert; 0: `ffn`."""
     shared_ffn: int = 0
     """Inner width of the expert that every token goes through besides; 0: there is none."""
+    frozen: bool = False
+    """Its matrices are not trained; next to nothing beside them is (LoRA)."""
     optimizer_slots: int = 2
     """Tensors of the optimizer's state a parameter, where this library trains it: Adam's two."""
 
@@ -144,6 +146,11 @@ class Transformer:
         `6n causal`: the attention counted once, as a causal mask needs.
         """
         layers = self.layers * self.layer_flops(tokens)
+        if self.frozen:
+            # No gradients of matrices: one product of the three.
+            matrices = self.layers * 2.0 * tokens * self.active.layer_matrices()
+            trained = replace(self, frozen=False).step_flops(tokens, kind)
+            return trained - matrices - self.head_flops(tokens)
         if kind == "hardware":
             return 4.0 * layers + 3.0 * self.head_flops(tokens)
         if kind == "hardware x4":
