@@ -118,7 +118,9 @@ class Misfits:
         self.jobs = [changed(facts)(job) for job in jobs]
         self.seconds = seconds
         self.memories = [predict_memory(job) for job in self.jobs]
-        self.names = [name for name in _names(self.jobs) if any(_get(j, name) > 0 for j in self.jobs)]
+        self.names = [
+            name for name in _names(self.jobs) if any(_get(j, name) > 0 for j in self.jobs)
+        ]
         self.noise = NOISES[0]
         self.stretch = [1.0] * len(jobs)
         """What the schedule takes, played out, compared with `shortest_s`."""

@@ -157,15 +157,16 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
     head = model.head_parameters(job.tp) if rank == job.pp - 1 else 0
     products = float(layers * model.layer_matrices(job.tp) + head)
     accumulates = job.microbatches > 1
-    state = 4.0 * model.optimizer_slots * count
+    trained = 0.0 if model.frozen else count
+    state = 4.0 * model.optimizer_slots * trained
     if job.zero == 3:
         weights, optimizer = 4.0 * count / shards, state / shards
     elif half:
-        weights, optimizer = 2.0 * count, (4.0 * count + state) / shards
+        weights, optimizer = 2.0 * count, (4.0 * trained + state) / shards
     else:
         weights, optimizer = 4.0 * count, state / (shards if job.zero else 1)
     # What backward leaves behind, which is held through the step where it adds up or has its own place.
-    left = gradient_bytes(job.zero, half, shards) * count
+    left = gradient_bytes(job.zero, half, shards) * trained
     buffered = accumulates or job.zero == 1
     at_update = left
     if job.offload in ("optimizer", "params"):

@@ -468,7 +468,7 @@ def read_model(row: Row) -> Transformer:
         kv_heads=whole(facts, "kv_heads") or whole(args, "--num-query-groups"),
         head_width=whole(args, "--kv-channels"),
         gated=gated,
-        frozen="lora" in str(row["source"].get("task") or row["layout"].get("peft")).lower(),
+        frozen="lora" in f"{row['source'].get('task')} {row['layout'].get('peft')}".lower(),
         tied=not llama and not args.get("--untie-embeddings-and-output-weights"),
         learned_positions=arch in ("gpt", "moe") and positions == "learned_absolute",
         rotary=llama or positions == "rope",

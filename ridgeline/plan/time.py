@@ -167,7 +167,7 @@ def _stages(job: Job) -> list[_Stage]:
 
 def _gradient_sum(job: Job, layers: int) -> Cost:
     """Adding a microbatch's weight gradients to those before it."""
-    if job.software.fused_gradient_sum:
+    if job.software.fused_gradient_sum or job.model.frozen:
         return Cost()
     count = layers * job.model.layer_parameters(job.tp)
     moved = count * (2.0 + 2.0 * job.software.gradient_bytes)
@@ -353,7 +353,7 @@ def _sharded_extra(
     weight, gradient = 2.0, float(job.software.reduce_bytes)
     if job.software.name == OWN:
         weight, gradient = own_wire(job.zero, job.precision)
-    reduce = ring(job.machine, kind, gradient * count, group)
+    reduce = 0.0 if job.model.frozen else ring(job.machine, kind, gradient * count, group)
     gather = 0.0
     if job.zero == 3:
         gather = ring(job.machine, "all_gather", weight * count, group)

@@ -80,6 +80,25 @@ def test_runs_that_recomputed_nothing_are_seen_to() -> None:
     assert fit(chosen, seconds)["recomputed"] == 0.0
 
 
+def test_devices_of_two_kinds_are_told_apart() -> None:
+    """What is off on one of them is not put on the other."""
+    first = jobs("megatron_sc21_table1", 1, 6)
+    h100 = load_machine("h100")
+    second = [job.replace(machine=h100) for job in first]
+    truth = {"device.gemm_efficiency@H100-SXM5-80GB": 0.9}
+    every = [*first, *second]
+    seconds = [predict(changed(truth)(job)).seconds for job in every]
+    assert seconds[:6] == [predict(job).seconds for job in first]
+    found = fit(every, seconds)
+    names = [name for name in found if "@" in name]
+    assert names == [f"device.gemm_efficiency@{m.device.name}" for m in (first[0].machine, h100)]
+    assert found[names[1]] / found[names[0]] < 0.97
+    again = changed(found)
+    for job, was in zip(every, seconds, strict=True):
+        assert predict(again(job)).seconds == pytest.approx(was, rel=0.03)
+    assert not any("@" in name for name in fit(first, seconds[:6]))
+
+
 def test_one_wild_row_does_not_bend_the_rest() -> None:
     chosen = jobs("vtrain_multi", 12, 4)
     seconds = [predict(job).seconds for job in chosen]
