@@ -13,10 +13,17 @@ def _applies(step: Step, config: RunConfig) -> str | None:
     return None
 
 
+def _gain(step: Step, config: RunConfig) -> float:
+    # Each part writes the weights' casts again, and 8 bits have more of them. On a 1.3B model two parts
+    # take 3 % of a step in bf16 and 13 % in fp8.
+    share = 0.13 if layout_of(config).precision == "fp8" else 0.05
+    return amdahl(step, share * step.step_s + 0.5 * step.launch_s)
+
+
 REMEDY = Remedy(
     name="less accumulation",
     applies=_applies,
-    predicted_gain=lambda step, config: amdahl(step, 0.05 * step.step_s + 0.5 * step.launch_s),
+    predicted_gain=_gain,
     change=lambda config: [f"layout.accumulate={layout_of(config).accumulate // 2}"],
     risk="order",
     repeats=True,

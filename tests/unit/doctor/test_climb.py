@@ -405,3 +405,13 @@ def test_padding_promises_what_the_odd_layers_take() -> None:
     vocab = load_config(None, [*text, "model.args={width: 512, depth: 8, heads: 8, vocab: 1000}"])
     assert 1.02 < padding.predicted_gain(step, ffn) < amdahl(step, 0.1 * 0.07)
     assert 1.0 < padding.predicted_gain(step, vocab.config) < padding.predicted_gain(step, ffn)
+
+
+def test_parts_of_a_batch_are_put_together_before_the_residual_stream_in_fp8() -> None:
+    """In 8 bits a part costs much, and what is worth trying after it depends on it."""
+    step = Parts(step_s=0.3, device_kind="cuda")
+    parts, residual = REMEDIES["less accumulation"], REMEDIES["narrow residual"]
+    fp8 = load_config(None, [*LLAMA, "layout=precision=fp8,accumulate=2,compile=true"]).config
+    bf16 = load_config(None, [*LLAMA, "layout=precision=bf16,accumulate=2,compile=true"]).config
+    assert parts.predicted_gain(step, fp8) > residual.predicted_gain(step, fp8)
+    assert parts.predicted_gain(step, bf16) < parts.predicted_gain(step, fp8)
