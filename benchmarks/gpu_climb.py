@@ -260,7 +260,8 @@ def _row(case: Case, name: str, f: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run_text(case: Case, options: argparse.Namespace, results: Results) -> None:
-    """bf16 and fp8 for as many steps on real text, one after the other, kept in the folder."""
+    """bf16, fp8 or what a climb has left for as many steps on real text, one after the other, kept in the
+    folder."""
     from ridgeline.config import load_config
     from ridgeline.doctor.states import Candidate, Effort
 
@@ -272,6 +273,9 @@ def run_text(case: Case, options: argparse.Namespace, results: Results) -> None:
     every = {"bf16": (*BF16, "tune.compile_mode=regional"), **case.states, **case.more}
     wanted = options.states or ("bf16", options.fp8)
     names = [n for n in (*every, "climbed") if n in wanted]
+    if "climbed" in names and not climbed_recipe(case, options).is_file():
+        say(f"{case.name}: no recipe of a climb in {options.folder}; --part climb leaves one")
+        names.remove("climbed")
     for name in names:
         if is_late(options):
             say(f"{case.name} on text: no time for {name}")

@@ -54,8 +54,12 @@ def _square_sum(
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [getattr(g, "_local_tensor", g) for g in gradients]
     local = [g for g in local if g.numel()]
-    if not local:
-        return torch.zeros((), dtype=wide, device=device)
-    # Together, since a large model has hundreds and the device does nothing else meanwhile.
-    norms = torch._foreach_norm(local, 2, dtype=wide)
-    return torch.stack([norm.to(device) for norm in norms]).square().sum()
+    places: dict[torch.device, list[Tensor]] = {}
+    for gradient in local:
+        places.setdefault(gradient.device, []).append(gradient)
+    total = torch.zeros((), dtype=wide, device=device)
+    for members in places.values():
+        # Together, since a large model has hundreds and the device does nothing else meanwhile.
+        norms = torch.stack(torch._foreach_norm(members, 2, dtype=wide))
+        total += norms.square().sum().to(device)
+    return total

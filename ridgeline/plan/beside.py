@@ -27,7 +27,7 @@ HOST_MEMORY: Final = 20e9
 ADAM_BYTES: Final = 28.0
 """A parameter: gradient, weight and two moments read, all but the gradient written, in float32."""
 COPY_COST: Final = 0.2
-"""What a copy that is hidden adds all the same, of its time: assumed, no run has shown it."""
+"""What a copy takes from what computes beside it, of its own time: assumed, no run has shown it."""
 BLOCKS_HERE: Final = 3
 """Blocks whose activations are on the device though they are kept on the host: the one at work, the one on
 its way out or in, and one that waits for its copy."""
@@ -78,8 +78,7 @@ def offloaded_s(job: Job, count: float, layers: int, forward_s: float, backward_
 
 
 def _exposed(copy_s: float, room_s: float) -> float:
-    hidden = min(copy_s, room_s)
-    return copy_s - hidden + COPY_COST * hidden
+    return max(copy_s - room_s, COPY_COST * copy_s)
 
 
 def _kept(job: Job) -> float:

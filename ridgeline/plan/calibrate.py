@@ -294,14 +294,17 @@ def changed(values: Mapping[str, float]) -> Change:
 
 def _multiplied(values: Mapping[str, float], job: Job, software: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    bounds: dict[str, Parameter] = {}
     for name, factor in values.items():
         if name in FACTS or name.startswith("software.") != software:
             continue
         parameter, now = parameter_of(name), _get(job, name)
         if now > 0:
             field = name.partition("@")[0].removeprefix("software.")
-            value = found.get(field, now) * factor
-            found[field] = min(max(value, parameter.low), parameter.high)
+            found[field] = found.get(field, now) * factor
+            bounds[field] = parameter
+    for field, parameter in bounds.items():
+        found[field] = min(max(found[field], parameter.low), parameter.high)
     if software and not values.get("padded_vocab", 1.0):
         found["pads_vocab"] = False
     return found

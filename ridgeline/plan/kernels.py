@@ -25,8 +25,8 @@ RAMP: Final = 700.0
 NARROW_HEADS: Final = 0.87
 """What FlashAttention 2 keeps of its rate with heads of 64 instead of 128, as its paper's figures show."""
 PLAIN_ATTENTION: Final = 0.53
-"""What fused attention in float32 reaches of the peak where tensor cores are for shorter types alone:
-torch's memory-efficient kernels of 1024 keys on an H200 (0.50 to 0.55)."""
+"""What fused attention in float32 reaches of that type's peak, on a device that is not the host: torch's
+memory-efficient kernels with 1024 keys on an H200 (0.42 to 0.55, forward and backward)."""
 ALIGNED: Final = {8: 1.0, 4: 0.75, 2: 0.5, 1: 0.3}
 """What a 16-bit product reaches of its rate when its rows begin at multiples of so many elements: below 8
 (16 bytes) they can be loaded only in smaller pieces, and below 2 not at all by the asynchronous copies."""
@@ -45,11 +45,6 @@ def alignment(size: float, *widths: int) -> float:
 
 def element_bytes(precision: str) -> float:
     return {"fp8": 1.0, "fp16": 2.0, "bf16": 2.0}.get(precision, 4.0)
-
-
-def _has_tensor_cores(device: Device) -> bool:
-    peaks = device.peak_flops
-    return max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0)) > 2 * peaks["fp32"]
 
 
 @lru_cache(maxsize=65536)
@@ -95,9 +90,11 @@ def flash_s(
     A head narrower than 128 leaves part of the tensor cores' pipeline to the softmax (`narrow` is the
     share that is left at 64), and short rows are soon over.
     """
+    if precision == "tf32":
+        precision = "fp32"  # that is for products of matrices alone
     peak = device.peak_flops.get(precision) or device.peak_flops["fp32"]
     flops = 4.0 * batch * heads * seq * keys * width * (0.5 if causal else 1.0)
-    if precision == "fp32" and _has_tensor_cores(device):
+    if precision == "fp32" and not device.is_host:
         share = PLAIN_ATTENTION
     else:
         share = device.flash_efficiency * keys / (keys + RAMP)

@@ -102,8 +102,8 @@ def layer_cost(
     weight_gradients = []
     for n, k in shapes:
         backward_products += gemm_s(device, tokens, k, n, 1, precision)
-        trained = 0.0 if model.frozen else 1.0
-        weight_gradients.append(trained * gemm_s(device, n, k, tokens, 1, precision, True))
+        gradient = 0.0 if model.frozen else gemm_s(device, n, k, tokens, 1, precision, True)
+        weight_gradients.append(gradient)
     backward_products += sum(weight_gradients)
 
     core_forward, core_backward = _attention(machine, model, part, software)
@@ -154,7 +154,7 @@ def layer_cost(
     )  # fmt: skip
     backward = Cost(
         backward_products, core_backward.attention, elementwise_back, backward_comm,
-        8 + backward_kernels + core_backward.kernels + collectives,
+        (4 if model.frozen else 8) + backward_kernels + core_backward.kernels + collectives,
     )  # fmt: skip
     last = Cost(
         gemm_s(device, tokens, h, inner, 1, precision),
@@ -200,7 +200,7 @@ def _attention(
     if software.attention == "flash":
         causal = model.causal
         args = (device, part.samples, heads, seq, model.seq, model.head_width, causal, precision)
-        share = software.flash_share
+        share = software.flash_share if element_bytes(precision) == 2 else 1.0
         return (
             Cost(attention=flash_s(*args, False, software.narrow_heads) / share, kernels=1),
             Cost(attention=flash_s(*args, True, software.narrow_heads) / share, kernels=3),
@@ -262,6 +262,8 @@ def end_cost(
     reduce = collective_s(machine, "all_reduce", stream, tp_group) if t > 1 else 0.0
     embed = Cost(elementwise=moved_s(device, 7 * stream, 6), communication=reduce, kernels=8)
     embed_back = Cost(elementwise=moved_s(device, 5 * stream, 5), kernels=6)
+    if model.frozen:
+        embed_back = Cost()
     product = gemm_s(device, tokens, vocab, model.hidden, 1, precision)
     product_back = gemm_s(device, tokens, model.hidden, vocab, 1, precision)
     if not model.frozen:

@@ -157,16 +157,15 @@ def _own_memory(job: Job, rank: int) -> StepMemory:
     head = model.head_parameters(job.tp) if rank == job.pp - 1 else 0
     products = float(layers * model.layer_matrices(job.tp) + head)
     accumulates = job.microbatches > 1
-    trained = 0.0 if model.frozen else count
-    state = 4.0 * model.optimizer_slots * trained
+    state = 4.0 * model.optimizer_slots * count
     if job.zero == 3:
         weights, optimizer = 4.0 * count / shards, state / shards
     elif half:
-        weights, optimizer = 2.0 * count, (4.0 * trained + state) / shards
+        weights, optimizer = 2.0 * count, (4.0 * count + state) / shards
     else:
         weights, optimizer = 4.0 * count, state / (shards if job.zero else 1)
     # What backward leaves behind, which is held through the step where it adds up or has its own place.
-    left = gradient_bytes(job.zero, half, shards) * trained
+    left = gradient_bytes(job.zero, half, shards) * count
     buffered = accumulates or job.zero == 1
     at_update = left
     if job.offload in ("optimizer", "params"):
@@ -281,11 +280,13 @@ def stage_memory(job: Job, rank: int) -> StepMemory:
     if job.zero == 3:
         gathered = 2.0 * model.layer_parameters(job.tp)
         # The layer at work and the one that is fetched, and the gradient before it is scattered.
-        working += 2 * gathered + max(software.reduce_bytes, 2) * model.layer_parameters(job.tp)
+        working += 2 * gathered
+        if not model.frozen:
+            working += max(software.reduce_bytes, 2) * model.layer_parameters(job.tp)
         if rank == job.pp - 1:
             working += 2.0 * model.head_parameters(job.tp, job.vocab_multiple)
     buffers = software.buffer_bytes + job.machine.device.workspace_bytes
-    if software.dummy_gradients:
+    if software.dummy_gradients and not model.frozen:
         # One empty weight gradient of each shape, handed to autograd in place of the real one.
         shapes = model.layer_matrices(job.tp)
         if model.experts:

@@ -77,11 +77,11 @@ def own_layer(
     if model.gated:
         products.append((inner, h))
     forward_products = sum(gemm_s(device, tokens, a, b, 1, precision) for a, b in products)
-    backward_products = sum(gemm_s(device, tokens, b, a, 1, precision) for a, b in products)
-    if not model.frozen:
-        backward_products += sum(
-            gemm_s(device, a, b, tokens, 1, precision, True) for a, b in products
-        )
+    backward_products = sum(
+        gemm_s(device, tokens, b, a, 1, precision)
+        + gemm_s(device, a, b, tokens, 1, precision, True)
+        for a, b in products
+    )
 
     inputs = 5 if model.gated else 4
     """Products that cast an input of the residual stream's width."""
@@ -95,7 +95,7 @@ def own_layer(
     back += 2 * 3 * wide * here + casts * 2 * (wide + low) * n + 2 * 6.9 * wide * here
     back += low * turned * (4 * STRIDED[low] + 5 + 2) if model.rotary else 0.0
     back += low * f * (9 if model.gated else 3)
-    back += casts * UPCAST * (4 + low) * weights * (0.0 if model.frozen else 1.0)
+    back += casts * UPCAST * (4 + low) * weights
 
     if precision == "fp8":
         # Every product's inputs are read in 16 bits and written in 8, for backward transposed as well.
@@ -186,19 +186,17 @@ def own_ends(
     logits, head = float(tokens) * vocab, float(vocab) * model.hidden
     product = gemm_s(device, tokens, vocab, model.hidden, 1, precision)
     back = gemm_s(device, tokens, model.hidden, vocab, 1, precision)
-    if not model.frozen:
-        back += gemm_s(device, vocab, model.hidden, tokens, 1, precision, True)
+    back += gemm_s(device, vocab, model.hidden, tokens, 1, precision, True)
     cast = 0.0 if wide == low else (4 + low) * head
     loss, loss_back = (low + 4) * logits, (4 + 4 + low) * logits
     reduce = collective_s(machine, "all_reduce", low * n, tp_group) if t > 1 else 0.0
     # A sort of the tokens, then sums by row; the gradient of every row is written.
-    embed_back = 0.0 if model.frozen else moved_s(device, 3 * wide * n + 2 * wide * head, 20)
-    cast_back = 0.0 if model.frozen else UPCAST * cast
+    embed_back = moved_s(device, 3 * wide * n + 2 * wide * head, 20)
     return EndCost(
         Cost(elementwise=moved_s(device, 2 * wide * n, 1), communication=reduce, kernels=3),
         Cost(elementwise=embed_back, kernels=22),
         Cost(product, 0.0, moved_s(device, loss + cast + 3 * wide * n, 6), 0.0, 12),
-        Cost(back, 0.0, moved_s(device, loss_back + cast_back + 8 * wide * n, 8), reduce, 14),
+        Cost(back, 0.0, moved_s(device, loss_back + UPCAST * cast + 8 * wide * n, 8), reduce, 14),
     )
 
 

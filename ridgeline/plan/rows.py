@@ -343,6 +343,8 @@ def _batches(row: Row, dp: int) -> tuple[int, int]:
 def _zero(row: Row) -> int:
     layout = row["layout"]
     stage = zero_stage(layout.get("zero"))
+    if layout.get("zero") is None and whole(layout, "fsdp") > 1:
+        stage = 3
     return 1 if (layout.get("args") or {}).get("--use-distributed-optimizer") else stage
 
 
@@ -413,11 +415,21 @@ def _megatron_core(args: Mapping[str, Any], source: str, precision: str) -> Soft
     attention = "fused" if backend == "unfused" else "flash"
     overlaps = not args or bool(args.get("--overlap-grad-reduce"))
     software = replace(MEGATRON_CORE, attention=attention, overlap_dp=overlaps)
-    if "mx" in precision.lower():
+    if "mx" in f"{precision} {args.get('--fp8-recipe')}".lower():
         software = replace(software, fp8_casts=1.0)
     if args.get("--transformer-impl") == "local":
         software = replace(software, buffer_bytes=software.buffer_bytes + 30e6)
     return software
+
+
+def _is_frozen(row: Row) -> bool:
+    """Whether small matrices beside the model's own are trained alone."""
+    words = f"{row['source'].get('task')} {row['layout'].get('peft')}".lower()
+    if "qlora" in words:
+        raise Unreadable("weights of 4 bits (QLoRA) are not modelled")
+    if "lora" in words and str(row["layout"].get("framework")).lower() == RIDGELINE.name:
+        raise Unreadable("frozen weights of this library's runs are planned from the module itself")
+    return "lora" in words
 
 
 def read_model(row: Row) -> Transformer:
@@ -468,7 +480,7 @@ def read_model(row: Row) -> Transformer:
         kv_heads=whole(facts, "kv_heads") or whole(args, "--num-query-groups"),
         head_width=whole(args, "--kv-channels"),
         gated=gated,
-        frozen="lora" in f"{row['source'].get('task')} {row['layout'].get('peft')}".lower(),
+        frozen=_is_frozen(row),
         tied=not llama and not args.get("--untie-embeddings-and-output-weights"),
         learned_positions=arch in ("gpt", "moe") and positions == "learned_absolute",
         rotary=llama or positions == "rope",

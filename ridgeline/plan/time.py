@@ -298,9 +298,10 @@ def pipeline_s(job: Job, forward: Times, backward: Times) -> float:
     send = [send_s(job, rank) for rank in range(job.pp)]
     blocking = not job.software.overlap_pp
     if job.schedule == "zerobubble":
-        # Half of backward is for weights, and can wait.
-        weights = [[0.5 * s for s in row] for row in backward]
-        inputs = weights
+        # Half of backward is for weights that are trained, and can wait.
+        waits = 0.0 if job.model.frozen else 0.5
+        weights = [[waits * s for s in row] for row in backward]
+        inputs = [[(1.0 - waits) * s for s in row] for row in backward]
         return play(
             "zerobubble", job.microbatches, forward, inputs, send, weights, blocking, job.group
         ).seconds

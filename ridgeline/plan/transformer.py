@@ -145,12 +145,12 @@ class Transformer:
         `model`: the same without it. `6n`: six a parameter and token, and the attention's own.
         `6n causal`: the attention counted once, as a causal mask needs.
         """
-        layers = self.layers * self.layer_flops(tokens)
         if self.frozen:
-            # No gradients of matrices: one product of the three.
+            # No gradients of matrices: one product of the three less.
             matrices = self.layers * 2.0 * tokens * self.active.layer_matrices()
             trained = replace(self, frozen=False).step_flops(tokens, kind)
             return trained - matrices - self.head_flops(tokens)
+        layers = self.layers * self.layer_flops(tokens)
         if kind == "hardware":
             return 4.0 * layers + 3.0 * self.head_flops(tokens)
         if kind == "hardware x4":

@@ -20,7 +20,7 @@ from ridgeline.config import RunConfig
 from ridgeline.errors import RunError, UsageError
 from ridgeline.layout import Layout, check_available, require_layout
 from ridgeline.plan.machine import Machine
-from ridgeline.plan.network import Group, collective_s, point_to_point_s
+from ridgeline.plan.network import Group, collective_s, exposed_s, point_to_point_s
 from ridgeline.plan.recipe import predict_recipe
 from ridgeline.plan.schedule import play
 from ridgeline.plan.search import Planned
@@ -249,8 +249,8 @@ def _seconds(traffic: Traffic, machine: Machine) -> float:
 
 
 def _parts(m: RankMeasured, layout: Layout, machine: Machine) -> list[Part]:
-    """A rank's communication by part. What runs beside computation costs its share of `overlap_cost`, and
-    what does not fit beside it all of its time."""
+    """A rank's communication by part. What runs beside computation costs what is longer than that, and at
+    least its share of `overlap_cost`."""
     sums = {name: [0.0, 0.0, 0, 0] for name in PARTS}
     for traffic in m.traffic:
         seconds = traffic.num_calls * _seconds(traffic, machine)
@@ -263,8 +263,7 @@ def _parts(m: RankMeasured, layout: Layout, machine: Machine) -> list[Part]:
     room = m.backward_s
     if layout.zero >= 2 or layout.cp > 1 or layout.pp > 1:
         room = m.step_s - m.optimizer_s  # every microbatch sends
-    hidden = min(beside, room)
-    share = (beside - hidden + machine.overlap_cost * hidden) / beside if beside else 0.0
+    share = exposed_s(machine, beside, room) / beside if beside else 0.0
     return [
         Part(name, row[0], row[1] + share * (row[0] - row[1]), int(row[2]), int(row[3]))
         for name, row in sums.items()

@@ -97,6 +97,14 @@ def test_devices_of_two_kinds_are_told_apart() -> None:
     for job, was in zip(every, seconds, strict=True):
         assert predict(again(job)).seconds == pytest.approx(was, rel=0.03)
     assert not any("@" in name for name in fit(first, seconds[:6]))
+    # In whatever order: bounds are those of the product.
+    both = {"device.gemm_efficiency": 1.2, "device.gemm_efficiency@H100-SXM5-80GB": 0.9}
+    turned = dict(reversed(both.items()))
+    was = h100.device.gemm_efficiency
+    for values in (both, turned):
+        assert changed(values)(second[0]).machine.device.gemm_efficiency == pytest.approx(
+            1.08 * was
+        )
 
 
 def test_one_wild_row_does_not_bend_the_rest() -> None:

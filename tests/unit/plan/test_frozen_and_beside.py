@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ridgeline.plan.machine import load_machine
 from ridgeline.plan.memory import predict_memory
 from ridgeline.plan.network import exposed_s
 from ridgeline.plan.predict import predict
-from ridgeline.plan.rows import read_row
+from ridgeline.plan.rows import Unreadable, read_row
 from ridgeline.plan.software import SOFTWARE
 
 BRIDGE: dict[str, Any] = {
@@ -50,23 +51,11 @@ def test_a_lora_has_no_gradients_of_matrices_and_no_optimizer() -> None:
     assert memory.weights == predict_memory(whole).weights
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_frozen_model_in_this_library(zero: int) -> None:
-    model = bridge().model
-    job = Job(
-        model,
-        load_machine("h200"),
-        SOFTWARE["ridgeline"],
-        dp=8,
-        zero=zero,
-        samples=1,
-        microbatches=2,
-    )
-    frozen = job.replace(model=bridge(source__task="LoRA").model)
-    assert predict(frozen).seconds < 0.8 * predict(job).seconds
-    memory, held = predict_memory(frozen), predict_memory(job)
-    assert memory.gradients == memory.optimizer == 0
-    assert memory.allocated < held.allocated
+def test_adapters_that_are_not_modelled_are_said() -> None:
+    with pytest.raises(Unreadable, match="QLoRA"):
+        bridge(layout__peft="qlora")
+    with pytest.raises(Unreadable, match="from the module itself"):
+        bridge(layout__peft="lora", layout__framework="ridgeline")
 
 
 def test_block_scales_are_written_by_kernels_of_their_own() -> None:
@@ -78,9 +67,15 @@ def test_block_scales_are_written_by_kernels_of_their_own() -> None:
 
 
 def test_sharded_megatron_is_megatron() -> None:
-    assert bridge(layout__fsdp=64).software.name == "megatron-core"
+    layout = {"layout__gpus": 64, "layout__dp": 64, "layout__pp": 1, "layout__vp": 1}
+    whole, sharded = bridge(**layout), bridge(**layout, layout__fsdp=64)
+    assert (whole.zero, sharded.zero) == (0, 3)
+    assert sharded.software.name == "megatron-core"
+    assert predict(sharded).time.gathers > 0
+    assert predict_memory(sharded).optimizer < predict_memory(whole).optimizer / 60
+    assert bridge(layout__fsdp=1).zero == bridge(layout__fsdp=0).zero == 0
     row = copy.deepcopy(BRIDGE)
-    row["source"], row["layout"]["fsdp"] = {"repo": "somebody/else"}, 64
+    row["source"], row["layout"]["fsdp"] = {"repo": "somebody/else"}, 4
     assert read_row(row).job.software.name == "fsdp"
 
 
@@ -94,7 +89,7 @@ def test_communication_takes_from_what_computes_and_not_the_other_way_round() ->
     assert steps == sorted(steps)
 
 
-def test_attention_in_float32_knows_nothing_of_tensor_cores() -> None:
+def test_attention_in_float32_has_a_rate_of_its_own() -> None:
     device = load_machine("h200").device
     args = (8, 12, 1024, 1024, 64, True, "fp32")
     flops = 4.0 * 8 * 12 * 1024 * 1024 * 64 / 2
@@ -103,5 +98,18 @@ def test_attention_in_float32_knows_nothing_of_tensor_cores() -> None:
     # Of 12 layers of this on an H200: 4.57 ms forward and 13.80 backward.
     assert 12 * said == pytest.approx(4.57e-3, rel=0.1)
     assert 12 * flash_s(device, *args, True) == pytest.approx(13.80e-3, rel=0.1)
+    assert flash_s(device, *args[:-1], "tf32", False) == flash_s(device, *args, False)
+    # A host has no other kernels for other types.
     cpu = load_machine("cpu-node").device
     assert flash_s(cpu, *args, False) > flops / cpu.peak_flops["fp32"] / PLAIN_ATTENTION
+
+
+def test_compiling_changes_nothing_in_float32_attention() -> None:
+    model = replace(bridge().model, layers=8)
+    ours = SOFTWARE["ridgeline"]
+    jobs = [
+        Job(model, load_machine("h200"), replace(ours, compiled=compiled), precision="tf32")
+        for compiled in (False, True)
+    ]
+    eager, compiled = (predict(job).time.attention for job in jobs)
+    assert compiled == pytest.approx(eager, rel=0.05)
