@@ -55,7 +55,7 @@ def trace_module(
     model = _build(name, build)
     blocks, how = _places(model)
     run = _Runs(name, model, blocks, batch, loss or mean_loss, wide_rms_norm)
-    roles = _roles(run.step("wide", SIZES[0], None), model)
+    roles = _find_roles(run, model)
     pairs = {mode: run.pair(mode, roles) for mode in MODES}
     return ModuleFacts(
         name=name,
@@ -141,8 +141,11 @@ class _Runs:
         pair.check(self.name)
         return pair
 
-    def step(self, mode: str, size: int, roles: Mapping[str, str] | None) -> Recorder:
-        recorder = Recorder(self.model, self.blocks, roles)
+    def step(
+        self, mode: str, size: int, roles: Mapping[str, str] | None,
+        starts: frozenset[str] = frozenset(),
+    ) -> Recorder:  # fmt: skip
+        recorder = Recorder(self.model, self.blocks, roles, starts)
         with torch.device("meta"):
             inputs, targets = self.batch(size)
         dtype = None if mode == "wide" else torch.bfloat16
@@ -201,6 +204,29 @@ def _narrow(model: nn.Module) -> None:
 
 
 # Tensor parallelism
+
+
+def _find_roles(run: _Runs, model: nn.Module) -> dict[str, str]:
+    """The pairs that cut most of the model. Adapters beside a layer (LoRA) are a pair, too, and that one
+    keeps the layer's own apart: so where there are any, they are looked at as a part of that layer."""
+    first = run.step("wide", SIZES[0], None)
+    adapters = frozenset(name for name in first.pairs if _widens(model.get_submodule(name)))
+    found = _roles(first, model)
+    if adapters:
+        other = _roles(run.step("wide", SIZES[0], None, adapters), model)
+        found = max(found, other, key=lambda roles: _num_cut(model, roles))
+    return found
+
+
+def _widens(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        isinstance(weight, Tensor) and weight.dim() == 2 and 4 * weight.shape[1] <= weight.shape[0]
+    )
+
+
+def _num_cut(model: nn.Module, roles: Mapping[str, str]) -> int:
+    return sum(p.numel() for name in roles for p in model.get_submodule(name).parameters())
 
 
 def _roles(recorder: Recorder, model: nn.Module) -> dict[str, str]:

@@ -82,16 +82,17 @@ def _weigh(moment: _Moment, shares: tuple[float, ...]) -> float:
 
 class Recorder(TorchDispatchMode):
     """Watches one step of `model`; `blocks` are where it can be cut, `roles` how its linear layers split
-    (None: to be found out)."""
+    (None: to be found out), `starts` those that no pair ends with."""
 
     def __init__(
         self,
         model: nn.Module,
         blocks: Mapping[str, nn.Module],
         roles: Mapping[str, str] | None,
+        starts: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.model, self.roles = model, dict(roles or {})
+        self.model, self.roles, self._starts = model, dict(roles or {}), starts
         self.names = {id(module): name for name, module in model.named_modules()}
         self.classes = {name: type(module).__name__ for name, module in model.named_modules()}
         self.block_names = {id(module): name for name, module in blocks.items()}
@@ -236,7 +237,7 @@ class Recorder(TorchDispatchMode):
         storage.split = role in ("column", "head")
         read = [self._known(t) for t in find_tensors((args,))]
         before = frozenset[str]().union(*(s.sources for s in read if s is not None))
-        if before:
+        if before and name not in self._starts:
             self.pairs.setdefault(name, set()).update(before)
             storage.sources = frozenset()
         else:

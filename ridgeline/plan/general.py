@@ -256,9 +256,10 @@ def block_cost(machine: Machine, block: _Key, part: Share, tp_group: Group) -> L
     backward = _direction(machine.device, costs.backward, part, True)
     if part.sharded and not part.compiled:
         # Gathered pieces are copied into weights, twice; gradients into pieces of float32.
-        count = it.parameters_of(part.tp)
+        count, trained = it.parameters_of(part.tp), it.trainable_of(part.tp)
         forward += Cost(elementwise=moved_s(machine.device, 4.0 * count, 0))
-        backward += Cost(elementwise=moved_s(machine.device, (4.0 + 6.0 * UPCAST) * count, 0))
+        copied = 4.0 * count + 6.0 * UPCAST * trained
+        backward += Cost(elementwise=moved_s(machine.device, copied, 0))
     if part.tp > 1:
         forward += _summed(machine, it.reduced_forward, it.reductions_forward, part, tp_group)
         backward += _summed(machine, it.reduced_backward, it.reductions_backward, part, tp_group)

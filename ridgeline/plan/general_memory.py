@@ -133,12 +133,13 @@ def _largest(job: ModuleJob, blocks: list[tuple[Block, int]], each: float) -> tu
     for (block, n), start in zip(reversed(blocks), reversed(starts), strict=True):
         # The last of equal blocks has most before it, the first has most gradients behind it.
         per_block = _kept(job, block)
-        gradient = each * block.parameters_of(job.tp)
+        trained = block.trainable_of(job.tp)
+        gradient = each * trained
         back = _backward(job, block, each > 0 and job.zero == 0)
         if job.zero == 2:
             # Its gradients on their way, and the part of them that comes back.
             wide = min(element_bytes(_computed(job)), own_bytes(job))
-            back = max(back, wide * block.parameters_of(job.tp) * (1 + 1 / job.sharers))
+            back = max(back, wide * trained * (1 + 1 / job.sharers))
         moments = [
             (start + (n - 1) * per_block, back + later),
             (start, back + later + (n - 1) * gradient),

@@ -13,7 +13,7 @@ from ridgeline.plan.beside import loader_s
 from ridgeline.plan.general import ModuleJob, again_of, cost_of
 from ridgeline.plan.kernels import moved_s
 from ridgeline.plan.layer import Cost
-from ridgeline.plan.module import Block, ModuleFacts
+from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.network import Group, collective_s, exposed_s, group_of, point_to_point_s
 from ridgeline.plan.own import own_sharding, own_wire
 from ridgeline.plan.schedule import play
@@ -67,13 +67,7 @@ def _tied(job: ModuleJob, rank: int) -> float:
 
 def trainable_of(job: ModuleJob, rank: int) -> float:
     """Of those, the ones that have gradients."""
-
-    def share(block: Block) -> float:
-        return block.trainable / block.parameters if block.parameters else 0.0
-
-    own = sum(
-        count * block.parameters_of(job.tp) * share(block) for block, count in job.blocks_of(rank)
-    )
+    own = sum(count * block.trainable_of(job.tp) for block, count in job.blocks_of(rank))
     return own + _tied(job, rank)
 
 
@@ -88,8 +82,11 @@ def _timed(job: ModuleJob) -> tuple[list[Stage], list[list[float]], list[list[fl
     for rank in range(job.pp) if _reduces_each(job) else ():
         for place, chunk in enumerate(job.chunks_of(rank)):
             blocks = job.model.blocks
-            count = sum(n * blocks[i].parameters_of(job.tp) for i, n in chunk)
-            f, b = _sharded_extra(job, count, forward[rank][place], backward[rank][place])
+            counts = (
+                sum(n * blocks[i].parameters_of(job.tp) for i, n in chunk),
+                sum(n * blocks[i].trainable_of(job.tp) for i, n in chunk),
+            )
+            f, b = _sharded_extra(job, *counts, forward[rank][place], backward[rank][place])
             forward[rank][place] += f
             backward[rank][place] += b
             gathers[rank] += (f + b) * job.microbatches
@@ -206,12 +203,12 @@ def _reduces_each(job: ModuleJob) -> bool:
 
 
 def _sharded_extra(
-    job: ModuleJob, count: float, forward_s: float, backward_s: float
+    job: ModuleJob, count: float, trained: float, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
     """Time that gathering weights and scattering gradients adds to a microbatch of some blocks."""
     group = group_of(job.machine, job.shard, job.tp) if job.shard else job.dp_group()
     weight, gradient = own_wire(job.zero, job.precision)
-    reduce = collective_s(job.machine, "reduce_scatter", gradient * count, group)
+    reduce = collective_s(job.machine, "reduce_scatter", gradient * trained, group)
     gather = 0.0
     if job.zero == 3:
         gather = collective_s(job.machine, "all_gather", weight * count, group)

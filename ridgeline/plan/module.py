@@ -224,6 +224,10 @@ class Block:
     def parameters_of(self, tp: int) -> float:
         return self.parameters - self.split_parameters * (1.0 - 1.0 / tp)
 
+    def trainable_of(self, tp: int) -> float:
+        """Of those, the ones that have gradients."""
+        return self.parameters_of(tp) * self.trainable / self.parameters if self.parameters else 0.0
+
 
 @dataclass(frozen=True, eq=False)
 class ModuleFacts:
