@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from ridgeline.plan.rows import Row
-    from ridgeline.plan.validate import Checked, Summary
+    from ridgeline.plan.validate import Checked, Fitted, Summary
 
 
 def validate(
@@ -48,6 +49,7 @@ def validate(
         fit_rows,
         fitted_machine,
         is_fitted,
+        require_one_machine,
         summarize,
     )
 
@@ -57,31 +59,34 @@ def validate(
     change = None
     used: Sequence[Row] = ()
     if calibrate is not None:
-        fitted = fit_rows(load_rows(calibrate, "--calibrate"))
+        given = load_rows(calibrate, "--calibrate")
+        if write_machine is not None:
+            require_one_machine(given)
+        fitted = fit_rows(given)
         used = fitted.rows
         change = changed(fitted.values)
-        typer.echo(f"factors fitted on {len(used)} rows: " + _show_values(fitted.values))
-        for name, reason in fitted.skipped:
-            typer.echo(f"not fitted on: {_clipped(name)} ({reason})")
+        _show_fit(fitted, check_rows(used), check_rows(used, change))
         if write_machine is not None:
             from ridgeline.plan.machine import machine_to_yaml
 
             machine = fitted_machine(used, fitted.values)
             text = machine_to_yaml(machine, f"Fitted on {len(used)} measured runs.")
             _write(write_machine, text, "--write-machine")
+            typer.echo(f"{write_machine} written, for ridgeline plan --machine")
     everything = check_rows(measured, change)
     checked = [
         one
         for index, (row, one) in enumerate(zip(measured, everything, strict=True))
         if not is_fitted(row, index, used)
     ]
-    _show_summaries(summarize(checked))
-    _show_skipped(checked)
+    if checked:
+        _show_summaries(summarize(checked))
+        _show_skipped(checked)
+    else:
+        typer.echo(f"every row of {rows} was used for fitting; give others to judge it by")
     if out is not None:
         _write(out, _as_json([c.values for c in everything]))
         typer.echo(f"\n{len(everything)} records in {out}")
-    if not checked:
-        raise UsageError(f"{rows} of --rows has no row that was not used for fitting; give more")
 
 
 def choose(
@@ -139,6 +144,11 @@ def _figure(value: float, sign: str = "", digits: int = 2) -> str:
     return f"{value:{sign}.{digits}f}" if abs(value) < 1e7 else f"{value:{sign}.3g}"
 
 
+def _some(names: Sequence[str], most: int = 3) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(_clipped, names[:most])) + rest
+
+
 def _clipped(name: str) -> str:
     return name if len(name) <= 80 else f"{name[:76]}..."
 
@@ -152,8 +162,29 @@ def _write(path: Path, text: str, option: str = "--out") -> None:
         ) from error
 
 
-def _show_values(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+def _show_fit(fitted: Fitted, before: list[Checked], after: list[Checked]) -> None:
+    """What was fitted, and what it does to the rows that it was fitted on."""
+    from ridgeline.plan.calibrate import FACTS
+
+    factors = {name: value for name, value in fitted.values.items() if name not in FACTS}
+    typer.echo(
+        f"factors fitted on {len(fitted.rows)} rows: "
+        + ", ".join(f"{name} {value:.4g}" for name, value in factors.items())
+    )
+    found = {
+        "recomputed": "nothing was recomputed",
+        "padded_vocab": "the vocabulary was not padded",
+    }
+    for name, words in found.items():
+        if not fitted.values.get(name, 1.0):
+            typer.echo(f"found against what is stated or known of the program: {words}")
+    means = [
+        statistics.fmean(abs(c.time_error) for c in rows if c.time_error is not None)
+        for rows in (before, after)
+    ]
+    typer.echo(f"mean error of these rows: {means[0]:.1%} as shipped, {means[1]:.1%} fitted")
+    for name, reason in fitted.skipped:
+        typer.echo(f"not fitted on: {_clipped(name)} ({reason})")
 
 
 def _show_summaries(summaries: list[Summary]) -> None:
@@ -175,12 +206,14 @@ def _show_skipped(checked: list[Checked]) -> None:
     if reasons:
         typer.echo("\nskipped:")
     for (name, reason), count in sorted(reasons.items()):
-        typer.echo(f"  {_clipped(name)}: {count} ({reason})")
+        ids = [c.id for c in checked if (c.set, c.skipped) == (name, reason)]
+        typer.echo(f"  {_clipped(name)}: {count} ({reason}): {_some(ids)}")
     only_predicted = Counter(c.set for c in checked if not c.skipped and not c.values["measured"])
     if only_predicted:
         typer.echo("\npredicted, and not measured:")
     for name, count in sorted(only_predicted.items()):
         typer.echo(f"  {_clipped(name)}: {count}")
+    _show_counted(checked, "misspelt", "fields that are not known:")
     _show_counted(checked, "ignored", "measured figures that do not count:")
     _show_counted(checked, "guessed", "software or devices that are not known:")
     refused = [c for c in checked if c.values.get("measured", {}).get("oom")]

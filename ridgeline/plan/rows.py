@@ -37,6 +37,7 @@ from ridgeline.plan.words import (
     architecture,
     flag,
     guess_software,
+    misspelt,
     number,
     precision,
     quantity,
@@ -44,6 +45,7 @@ from ridgeline.plan.words import (
     renamed,
     schedule_name,
     shown,
+    trains_adapters,
     whole,
     zero_stage,
 )
@@ -93,6 +95,8 @@ class ReadRow:
     measured: Measured
     guessed: str = ""
     """What the row does not say and was guessed; empty where nothing was."""
+    misspelt: str = ""
+    """Fields that are not known and are nearly ones that are."""
 
 
 def load_rows(path: Path, option: str = "--rows") -> list[Row]:
@@ -113,6 +117,8 @@ def load_rows(path: Path, option: str = "--rows") -> list[Row]:
         raise UsageError(
             f"{path} of {option} holds no list of rows; give {{'rows': [...]}} or a list"
         )
+    if not rows:
+        raise UsageError(f"{path} of {option} holds no rows; give at least one")
     return rows
 
 
@@ -142,11 +148,11 @@ def require_measured(row: Row) -> None:
 def read_row(row: Row, index: int = 0) -> ReadRow:
     """The row as a job; raises `Unreadable` with the reason where it is none that we can express."""
     try:
-        name, group = name_of(row, index), set_of(row)
+        name, group, wrong = name_of(row, index), set_of(row), misspelt(row)
         row = renamed(row)
         job, guessed = _read_job(row)
         _require_possible(row, job)
-        return ReadRow(name, group, job, read_measured(row), guessed)
+        return ReadRow(name, group, job, read_measured(row), guessed, wrong)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise Unreadable(
             f"a field is missing or is no number ({shown(str(error))[1:-1]})"
@@ -422,16 +428,6 @@ def _megatron_core(args: Mapping[str, Any], source: str, precision: str) -> Soft
     return software
 
 
-def _is_frozen(row: Row) -> bool:
-    """Whether small matrices beside the model's own are trained alone."""
-    words = f"{row['source'].get('task')} {row['layout'].get('peft')}".lower()
-    if "qlora" in words:
-        raise Unreadable("weights of 4 bits (QLoRA) are not modelled")
-    if "lora" in words and str(row["layout"].get("framework")).lower() == RIDGELINE.name:
-        raise Unreadable("frozen weights of this library's runs are planned from the module itself")
-    return "lora" in words
-
-
 def read_model(row: Row) -> Transformer:
     facts = row["model"]
     args: Mapping[str, Any] = row["layout"].get("args") or {}
@@ -480,7 +476,7 @@ def read_model(row: Row) -> Transformer:
         kv_heads=whole(facts, "kv_heads") or whole(args, "--num-query-groups"),
         head_width=whole(args, "--kv-channels"),
         gated=gated,
-        frozen=_is_frozen(row),
+        frozen=trains_adapters(row),
         tied=not llama and not args.get("--untie-embeddings-and-output-weights"),
         learned_positions=arch in ("gpt", "moe") and positions == "learned_absolute",
         rotary=llama or positions == "rope",

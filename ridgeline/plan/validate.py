@@ -92,6 +92,7 @@ def _check(read: ReadRow) -> Checked:
     tflops = flops / seconds / job.devices / 1e12
     values: dict[str, Any] = {
         "id": read.id,
+        "machine": job.machine.name,
         "predicted_s": seconds,
         "predicted_tflops_per_gpu": tflops,
         "predicted_tokens_per_s_per_gpu": tokens,
@@ -131,6 +132,8 @@ def _check(read: ReadRow) -> Checked:
     values["measured"] = found
     if read.guessed:
         values["guessed"] = read.guessed
+    if read.misspelt:
+        values["misspelt"] = read.misspelt
     if ignored:
         values["ignored"] = "; ".join(ignored)
     values["error_pct"] = None if time_error is None else 100.0 * time_error
@@ -273,9 +276,27 @@ def is_fitted(row: Row, index: int, fitted: Sequence[Row]) -> bool:
     )
 
 
+def require_one_machine(rows: Sequence[Row]) -> None:
+    """Raises where rows that can be read are of several, which no one profile is of."""
+    machines = {}
+    for index, row in enumerate(rows):
+        try:
+            machine = read_row(row, index).job.machine
+        except Unreadable:
+            continue
+        words = f"{machine.name}, {machine.devices_per_node} devices a node"
+        machines[machine] = f"{words}, {machine.inter.bandwidth / 1e9:g} GB/s between nodes"
+    if len(machines) > 1:
+        raise UsageError(
+            f"the rows of --calibrate are of {len(machines)} machines ({'; '.join(machines.values())}); "
+            "give those of one to write it as a profile"
+        )
+
+
 def fitted_machine(rows: Sequence[Row], values: Mapping[str, float]) -> Machine:
     """The machine that the rows ran on, with the fitted values in it, and beside them what was fitted of
     their programs. Whether what is stated as recomputed was is neither's: it is of these runs."""
+    require_one_machine(rows)
     change = changed(values)
     machines = set()
     programs: dict[str, dict[str, float]] = {}
@@ -286,12 +307,6 @@ def fitted_machine(rows: Sequence[Row], values: Mapping[str, float]) -> Machine:
         was, now = asdict(job.software), asdict(after.software)
         found = {name: value for name, value in now.items() if value != was[name]}
         programs.setdefault(job.software.name, {}).update(found)
-    if len(machines) != 1:
-        names = ", ".join(sorted(machine.name for machine in machines))
-        raise UsageError(
-            f"the rows of --calibrate are of {len(machines)} machines ({names}; with other links); "
-            "give those of one to write it as a profile"
-        )
     (machine,) = machines
     return machine.replace(
         name=f"{machine.name}-fitted",

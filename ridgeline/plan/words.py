@@ -7,6 +7,7 @@ more than one way is `Unreadable`. Called by `rows.py`.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -42,12 +43,80 @@ NAMES: Final[dict[str, dict[str, str]]] = {
 }  # fmt: skip
 """Fields of other tables, by section, and what they are called here."""
 
+FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "model": (
+        "name", "arch", "layers", "hidden", "heads", "kv_heads", "ffn", "seq", "vocab", "experts",
+        "top_k", "params_B",
+    ),
+    "layout": (
+        "gpus", "dp", "tp", "pp", "cp", "ep", "vp", "zero", "fsdp", "sp", "schedule", "microbatch",
+        "local_batch", "global_batch", "num_microbatches", "grad_accum", "recompute", "precision",
+        "framework", "args", "compile", "mp_mode", "ddp", "act_offload", "async_tp", "peft",
+    ),
+    "hardware": (
+        "gpu", "gpus_per_node", "inter_GBps_per_gpu", "inter_Gbps_per_node",
+        "intra_GBps_per_gpu_unidir", "notes",
+    ),
+    "measured": (
+        "iter_s", "iter_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "tflops_kind", "mem_GB",
+        "mem_GiB", "mem_kind", "mem_max_allocated_bytes", "oom",
+    ),
+}  # fmt: skip
+"""Fields that are read, by section; others are somebody's own."""
+ADAPTERS: Final = (
+    "peft",
+    "lora",
+    "lora_rank",
+    "finetune",
+    "finetuning",
+    "adapter",
+    "adapters",
+    "task",
+)
+"""Fields that may say that small matrices beside the model's own are trained alone."""
+
 LLAMAS: Final = ("llama", "mistral", "qwen", "yi", "deepseek-7b", "gemma")
 GPTS: Final = ("gpt", "opt", "bloom", "megatron-lm")
 
 
 class Unreadable(Exception):
     """Why a row cannot be expressed."""
+
+
+def misspelt(row: Mapping[str, Any]) -> str:
+    """Fields that are nearly ones that are read, and are not; empty where there are none."""
+    found = []
+    for section, known in FIELDS.items():
+        stated = row.get(section)
+        if not isinstance(stated, Mapping):
+            continue
+        missing = [name for name in known if name not in stated]
+        for name in stated:
+            if name in known or name in NAMES.get(section, {}) or name in ADAPTERS:
+                continue
+            if near := difflib.get_close_matches(str(name), missing, 1, 0.75):
+                found.append(f"{section}.{shown(name)[1:-1]}, did you mean {near[0]}?")
+    return "; ".join(found)
+
+
+def trains_adapters(row: Mapping[str, Any]) -> bool:
+    """Whether the row says that it is a LoRA; `Unreadable` for what is like it and is not modelled."""
+    said = {
+        name: f"{name} {value}".lower()
+        for section in (row, row["source"], row["layout"], row["model"])
+        for name in ADAPTERS
+        if (value := section.get(name)) is not None
+        and str(value).strip().lower() not in ("", "0", "false", "no", "none")
+    }
+    words = " ".join(said.values())
+    if "qlora" in words:
+        raise Unreadable("weights of 4 bits (QLoRA) are not modelled")
+    is_lora = "lora" in words and not re.search(r"\b(no|without) lora", words)
+    if not is_lora and "peft" in said:
+        raise Unreadable(f"{shown(said['peft'])[1:-1]} is not modelled; LoRA is")
+    if is_lora and str(row["layout"].get("framework")).lower() == "ridgeline":
+        raise Unreadable("frozen weights of this library's runs are planned from the module itself")
+    return is_lora
 
 
 def shown(value: Any) -> str:
