@@ -68,6 +68,9 @@ def best(
             help="A machine's name, a YAML file of its facts, or measured rates as JSON.",
         ),
     ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to a recipe, as train.batch=64.")
+    ] = None,
     nodes: Annotated[int, typer.Option("-N", "--nodes", min=1, help="Nodes.")] = 1,
     batch: Annotated[
         int | None,
@@ -148,11 +151,12 @@ def best(
     }  # fmt: skip
     require_together(given, scale is not None)
     by, top = by or "time", top or 10
-    sizes, own_batch, own_precision = read_model(model, seq, inputs or [])
+    asked = read_model(model, seq, inputs or [], overrides or [])
+    sizes = asked.model
     if write is not None:
         require_model(write, model, sizes)
     place = read_machine(machine)
-    precision = read_precision(precision, own_precision, place, explain)
+    precision = read_precision(precision, asked.precision, place, explain)
     if price is not None:
         if tokens is None and by != "cost":
             raise UsageError("--price is for the cost of a goal; give that with --tokens")
@@ -169,13 +173,13 @@ def best(
         )
     if batch is not None and write is not None:
         require_batch(write, batch)
-    batch = batch or own_batch
+    batch = batch or asked.batch
     devices = nodes * place.devices_per_node
     if explain is not None:
         if "precision=" not in explain:
             explain = f"{explain},precision={precision}".removeprefix(",")
-        asked = (sizes, place, devices, batch, sample_bytes)
-        layout, is_fitting = _explain(explain, *asked, tokens=tokens, as_json=as_json)
+        what = (sizes, place, devices, batch, sample_bytes)
+        layout, is_fitting = _explain(explain, *what, tokens=tokens, as_json=as_json)
         if write is not None:
             if not is_fitting:
                 raise RunError(f"{layout} does not fit, and {write} is left as it was")
@@ -202,6 +206,9 @@ def best(
     )
     for line in show_best(found, tokens):
         typer.echo(line)
+    if asked.layout is not None:
+        for line in _beside(asked.layout, found, sizes, place, devices, batch, sample_bytes):
+            typer.echo(line)
     if batch % devices:
         shared = [n for n in (batch // devices * devices, -(-batch // devices) * devices) if n]
         typer.echo(
@@ -244,6 +251,31 @@ def facts(
     if out is not None:
         write_facts(found, out)
         typer.echo(f"\nfacts written to {out}")
+
+
+def _beside(
+    text: str, found: Found, model: Model, machine: Machine, devices: int, batch: int, read: float
+) -> list[str]:  # fmt: skip
+    """A recipe's own layout beside the best, where it can be on so many devices at all."""
+    from ridgeline.layout import Layout, require_layout
+    from ridgeline.plan.kinds import kind_of
+    from ridgeline.plan.memory import fits
+    from ridgeline.plan.predict import predict
+    from ridgeline.plan.software import own_program
+
+    try:
+        layout = Layout.parse_for(text, devices, "layout")
+        require_layout(layout, "layout")
+        job = kind_of(model).arrange(model, machine, layout, batch, own_program(machine))
+    except UsageError:
+        return [f"the recipe's own layout, {text}, is none for {devices} devices and this batch"]
+    predicted = predict(replace(job, sample_bytes=read))
+    if not fits(job, predicted.memory):
+        size = f"{predicted.memory.device / 1e9:.1f} GB"
+        return [f"the recipe's own layout, {layout}, does not fit: {size} a device"]
+    times = predicted.seconds / found.best[0].seconds
+    said = f"{times:.2f} times the best" if times > 1.005 else "as fast as the best"
+    return [f"the recipe's own layout, {layout}: {predicted.seconds:.3f} s a step, {said}"]
 
 
 def _explain(

@@ -5,6 +5,7 @@ Called by `cli_plan.py`. Needs no torch but to trace.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,19 @@ def read_said(text: str) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in names}
 
 
-def read_model(name: str, seq: int | None, inputs: list[str]) -> tuple[Model, int, str | None]:
-    """A model's sizes or a module's facts, and the batch and precision that go with them."""
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned: a model's sizes or a module's facts, and what goes with them."""
+
+    model: Model
+    batch: int = 1024
+    precision: str | None = None
+    layout: str | None = None
+    """A recipe's own, where it says one."""
+
+
+def read_model(name: str, seq: int | None, inputs: list[str], overrides: list[str]) -> Asked:
+    from ridgeline.config import find_recipe, load_config, recipe_names
     from ridgeline.plan.known import MODELS, find_model
 
     known = name in MODELS
@@ -104,24 +116,25 @@ def read_model(name: str, seq: int | None, inputs: list[str]) -> tuple[Model, in
         raise UsageError(
             f"--input {inputs[0]} is for package.module:factory; {name} has its own samples"
         )
-    if known:
-        return find_model(name, seq), 1024, None
-    from ridgeline.config import find_recipe, load_config, recipe_names
-
-    is_recipe = name in recipe_names() or name.endswith((".yaml", ".yml"))
+    is_recipe = not known and (name in recipe_names() or name.endswith((".yaml", ".yml")))
+    if overrides and not is_recipe:
+        raise UsageError(f"{overrides[0]!r} changes a recipe, and {name} is none; leave it out")
     if not is_recipe and not name.endswith(".json") and ":" not in name:
-        return find_model(name, seq), 1024, None
-    batch: int = 1024
-    precision: str | None = None
+        return Asked(find_model(name, seq))
+    asked: dict[str, Any] = {}
     if is_recipe:
         from ridgeline.layout import Layout, read_auto
         from ridgeline.plan.recipe import recipe_model
 
-        config = load_config(find_recipe(name), []).config
-        batch = config.train.batch
-        precision = (read_auto(config.layout) or Layout.parse(config.layout, "layout")).precision
+        config = load_config(find_recipe(name), overrides).config
+        auto = read_auto(config.layout)
+        asked = {
+            "batch": config.train.batch,
+            "precision": (auto or Layout.parse(config.layout, "layout")).precision,
+            "layout": config.layout if auto is None else None,
+        }
         if config.model.name == "llama":
-            return recipe_model(config, seq=seq), batch, precision
+            return Asked(recipe_model(config, seq=seq), **asked)
     if seq is not None:
         raise UsageError(
             f"--seq {seq} is for models that are planned by their sizes, and {name} is planned from a "
@@ -130,8 +143,8 @@ def read_model(name: str, seq: int | None, inputs: list[str]) -> tuple[Model, in
     if name.endswith(".json"):
         from ridgeline.plan.module import load_facts
 
-        return load_facts(Path(name)), batch, precision
-    return trace_model(name, [], inputs), batch, precision
+        return Asked(load_facts(Path(name)))
+    return Asked(trace_model(name, overrides, inputs), **asked)
 
 
 def trace_model(name: str, overrides: list[str], inputs: list[str]) -> ModuleFacts:

@@ -20,7 +20,7 @@ TIME_PARTS = {
     "products": "matrix products",
     "attention": "attention",
     "elementwise": "element-wise work",
-    "tensor_parallel": "tensor-parallel communication",
+    "tensor_parallel": "communication inside layers (tp, cp)",
     "host": "waiting for the host",
     "gathers": "gathering and scattering shards",
     "bubble": "pipeline bubble and sends",

@@ -228,3 +228,21 @@ def test_one_layout_takes_no_options_of_the_search() -> None:
     said = run(*one, "--tokens", "1e10").output
     found = json.loads(run(*one, "--tokens", "1e10", "--json").output)
     assert f"in {found['days']:.3g} days" in said
+
+
+def test_a_recipe_is_planned_with_changes_and_beside_its_own_layout() -> None:
+    def call(*args: str) -> Result:
+        return CliRunner().invoke(app, ["plan", *args, "--machine", "h100", "--top", "1"])
+
+    plain = call("llama-text")
+    assert "the recipe's own layout, dp=8" in plain.output
+    other = call("llama-text", "train.batch=96", "layout=tp=2", "model.args.depth=4")
+    assert "batch 96" in other.output
+    words = next(line for line in other.output.splitlines() if "own layout" in line)
+    assert words.startswith("the recipe's own layout, dp=4,tp=2: ")
+    assert float(words.partition(" s a step, ")[2].split()[0]) > 1.0
+    none = call("llama-text", "layout=tp=3")
+    assert "the recipe's own layout, tp=3, is none for 8 devices" in none.output
+    assert none.exit_code == 0
+    assert "changes a recipe, and 1.3b is none" in str(call("1.3b", "train.batch=2").exception)
+    assert "own layout" not in call("1.3b", "--batch", "64").output
