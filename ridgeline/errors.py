@@ -7,7 +7,10 @@ standard error and an exit code. Anything else that escapes is a bug of ours and
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UsageError(Exception):
@@ -40,6 +43,18 @@ class Requeue(RunError):
         super().__init__(text)
         self.signal = signal
         """What it was asked by; empty where it was no signal."""
+
+
+def tell_where(error: BaseException) -> str:
+    """The line of the user's own code that raised, in brackets; empty where it was none of theirs."""
+    own = Path(__file__).parent
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if frame.filename.startswith("<") or own in path.parents or "site-packages" in path.parts:
+            continue
+        place = f" ({os.path.relpath(path)}:{frame.lineno})"
+    return place
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:

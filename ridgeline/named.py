@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ridgeline.errors import UsageError, nearest_word
+from ridgeline.errors import UsageError, nearest_word, tell_where
 
 
 def import_named(text: str, place: str) -> Any:
@@ -36,11 +36,13 @@ def _import(module_name: str, text: str, place: str) -> ModuleType:
                 f"{place} {text!r}: there is no module {module_name!r} in {here} or the installed "
                 "packages"
             ) from error
-        raise UsageError(f"{place} {text!r}: importing {module_name!r} failed: {error}") from error
+        raise UsageError(
+            f"{place} {text!r}: importing {module_name!r} failed: {error}{tell_where(error)}"
+        ) from error
     except Exception as error:
         kind = type(error).__name__
         raise UsageError(
-            f"{place} {text!r}: importing {module_name!r} failed: {kind}: {error}"
+            f"{place} {text!r}: importing {module_name!r} failed: {kind}: {error}{tell_where(error)}"
         ) from error
 
 

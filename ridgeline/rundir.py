@@ -339,13 +339,28 @@ class RunDir:
                 yield record
 
     def steps(self) -> list[StepRecord]:
-        """One record a step; where a run went back to a checkpoint, the later one."""
-        newest = {r.step: r for r in self.records() if isinstance(r, StepRecord)}
-        return [newest[step] for step in sorted(newest)]
+        """One record a step, in their order; where a run went back to a checkpoint or to its beginning,
+        nothing of what it did after that before."""
+        return self._history()[0]
 
     def evals(self) -> list[EvalRecord]:
-        newest = {r.step: r for r in self.records() if isinstance(r, EvalRecord)}
-        return [newest[step] for step in sorted(newest)]
+        """The same of evaluations."""
+        return self._history()[1]
+
+    def _history(self) -> tuple[list[StepRecord], list[EvalRecord]]:
+        steps: list[StepRecord] = []
+        evals: list[EvalRecord] = []
+        for record in self.records():
+            if isinstance(record, StepRecord):
+                if steps and record.step <= steps[-1].step:
+                    steps = [r for r in steps if r.step < record.step]
+                    evals = [r for r in evals if r.step < record.step]
+                steps.append(record)
+            elif isinstance(record, EvalRecord):
+                if evals and record.step <= evals[-1].step:
+                    evals = [r for r in evals if r.step < record.step]
+                evals.append(record)
+        return steps, evals
 
     def ranks(self) -> list[RankRecord]:
         """The newest record of each rank, by rank."""

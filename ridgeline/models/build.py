@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ridgeline.errors import UsageError, nearest_word, unknown_word
+from ridgeline.errors import UsageError, nearest_word, tell_where, unknown_word
 from ridgeline.models.alexnet import AlexNet
 from ridgeline.models.bert import Bert
 from ridgeline.models.cnn import CifarCNN
@@ -73,7 +73,9 @@ def _call(name: str, builder: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
     try:
         model = builder(**kwargs)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"model {name!r} refused its arguments {dict(kwargs)}: {error}") from error
+        raise UsageError(
+            f"model {name!r} refused its arguments {dict(kwargs)}: {error}{tell_where(error)}"
+        ) from error
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise UsageError(f"model {name!r} gave a {kind} where a torch.nn.Module was expected")

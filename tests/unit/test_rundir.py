@@ -49,21 +49,35 @@ def step_line(**changes: object) -> dict[str, object]:
 
 
 def test_records_come_back_as_they_were_and_in_order(run: RunDir) -> None:
-    records = [STEP, EVAL, RANK, STEP]
+    later = replace(STEP, step=STEP.step + 1)
+    records = [STEP, EVAL, RANK, later]
     for record in records:
         run.append(record)
     assert list(run.records()) == records
-    assert run.steps() == [STEP]
+    assert run.steps() == [STEP, later]
     assert run.evals() == [EVAL]
     assert run.ranks() == [RANK]
 
 
 def test_of_a_step_that_was_done_again_the_later_record_counts(run: RunDir) -> None:
+    """And what came after it before is of a run that did not go on."""
     again = replace(STEP, loss=0.125)
     later = replace(STEP, step=STEP.step + 1)
     for record in (STEP, later, again):
         run.append(record)
-    assert run.steps() == [again, later]
+    assert run.steps() == [again]
+    assert len(list(run.records())) == 3
+
+
+def test_a_run_that_starts_over_has_no_steps_of_the_one_before(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        run.append(replace(STEP, step=step))
+        run.append(replace(EVAL, step=step))
+    for step in (5, 15):
+        run.append(replace(STEP, step=step, loss=0.5))
+    run.append(replace(EVAL, step=15))
+    assert [(r.step, r.loss) for r in run.steps()] == [(5, 0.5), (15, 0.5)]
+    assert [r.step for r in run.evals()] == [15]
 
 
 def full_after(room: int) -> Callable[[int, bytes], int]:
