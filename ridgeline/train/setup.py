@@ -236,6 +236,7 @@ def _build_on(
             note,
             *warmup_note,
             *getattr(sources[0], "notes", ()),
+            *_say_batch(config, len(sources[0])),
             *_say_shuffle(config, len(sources[0])),
             *_say_in_line(config.data, sources[0]),
             *arranged.notes,
@@ -427,6 +428,16 @@ def _blocks(config: RunConfig) -> Blocks | None:
     if config.data.shuffle == "full":
         return None
     return Blocks(config.data.shuffle_block, config.data.shuffle_window)
+
+
+def _say_batch(config: RunConfig, num_samples: int) -> list[str]:
+    batch, source = config.train.batch, config.data.source
+    if batch <= num_samples:
+        return []
+    return [
+        f"train.batch={batch} is more than the {num_samples:,} samples of {source}: every step has all of "
+        "them, at a learning rate for more"
+    ]
 
 
 def _say_shuffle(config: RunConfig, num_samples: int) -> list[str]:

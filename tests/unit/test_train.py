@@ -122,6 +122,16 @@ def test_an_uneven_evaluation_is_exact(tmp_path: Path) -> None:
     assert small.metrics == pytest.approx(whole.metrics, rel=1e-6)
 
 
+def test_a_batch_of_more_than_there_are_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "train.batch=4096 is more than the"
+    run_here(tmp_path, "train.batch=4096", "train.steps=1")
+    assert words in "".join(capsys.readouterr())
+    run_here(tmp_path, "train.batch=8", "train.steps=1")
+    assert "is more than the" not in "".join(capsys.readouterr())
+
+
 def test_tied_weights_are_saved_under_both_names(tmp_path: Path) -> None:
     args = {"vocab": 16, "width": 16, "depth": 1, "heads": 2, "max_seq": 8, "tie_embeddings": True}
     _, run = run_here(
