@@ -58,8 +58,16 @@ def tell_where(error: BaseException) -> str:
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
-    """The known word that looks most like `word`, or None when none looks like it at all."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    """The known word that looks most like `word`, or None when none looks like it at all.
+
+    >>> nearest_word("H100-PCIE", ["a100-40g", "h100", "h200"]), nearest_word("zzz", ["h100"])
+    ('h100', None)
+    """
+    known = list(known)
+    begun = [k for k in known if len(k) > 2 and word.lower().startswith(k.lower())]
+    if begun:
+        return max(begun, key=len)
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     return matches[0] if matches else None
 
 

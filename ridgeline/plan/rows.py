@@ -37,6 +37,7 @@ from ridgeline.plan.words import (
     architecture,
     flag,
     guess_software,
+    is_own,
     misspelt,
     number,
     precision,
@@ -378,7 +379,7 @@ def _known_software(row: Row) -> Software | None:
     layout, source = row["layout"], _source(row)
     framework = str(layout.get("framework") or "")
     args = layout.get("args") or {}
-    if framework.lower() == RIDGELINE.name:
+    if is_own(framework):
         return replace(RIDGELINE, compiled=flag(layout, "compile"))
     if "ZeRO-3" in framework:
         return DEEPSPEED_ZERO3

@@ -83,6 +83,11 @@ class Unreadable(Exception):
     """Why a row cannot be expressed."""
 
 
+def is_own(framework: str) -> bool:
+    """Whether a program, with or without its version, is this library."""
+    return framework.lower().split()[:1] == ["ridgeline"]
+
+
 def misspelt(row: Mapping[str, Any]) -> str:
     """Fields that are nearly ones that are read, and are not; empty where there are none."""
     found = []
@@ -114,7 +119,7 @@ def trains_adapters(row: Mapping[str, Any]) -> bool:
     is_lora = "lora" in words and not re.search(r"\b(no|without) lora", words)
     if not is_lora and "peft" in said:
         raise Unreadable(f"{shown(said['peft'])[1:-1]} is not modelled; LoRA is")
-    if is_lora and str(row["layout"].get("framework")).lower() == "ridgeline":
+    if is_lora and is_own(str(row["layout"].get("framework"))):
         raise Unreadable("frozen weights of this library's runs are planned from the module itself")
     return is_lora
 

@@ -68,6 +68,11 @@ def test_other_adapters_are_not_taken_for_training() -> None:
         read_row(changed("layout", peft="ia3"))
 
 
+def test_a_version_behind_this_librarys_name_is_no_other_program() -> None:
+    for name in ("ridgeline", "Ridgeline 0.1"):
+        assert read_row(changed("layout", framework=name)).job.software.name == "ridgeline"
+
+
 def test_fields_that_are_nearly_known_are_told(tmp_path: Path) -> None:
     wrong = changed("layout", zer0=3)
     wrong["measured"] = {"iter_sec": 3.5}
