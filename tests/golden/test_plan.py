@@ -96,7 +96,7 @@ def test_own_runs_on_one_h200(measured: bool) -> None:
     assert statistics.fmean(map(abs, time_errors)) <= 0.05
 
 
-@pytest.mark.parametrize("day", ["first", "later"])
+@pytest.mark.parametrize("day", ["first", "later", "bound"])
 def test_own_runs_of_other_days(day: str) -> None:
     """On hosts that were slower or faster, where a third of the runs wait for the host."""
     runs = json.loads(RUNS.with_stem(f"{RUNS.stem}_{day}").read_text())["runs"]
