@@ -8,13 +8,13 @@ Added to the app by `cli.py`.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 
+from ridgeline.cli_answers import explain_one, show_curves, tell_beside, tell_enough, tell_nothing
 from ridgeline.cli_planned import (
     change_machine,
     read_machine,
@@ -28,10 +28,7 @@ from ridgeline.cli_validate import choose, validate
 from ridgeline.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from ridgeline.layout import Layout
-    from ridgeline.plan.kinds import Model
-    from ridgeline.plan.machine import Machine
-    from ridgeline.plan.search import Found
+    pass
 
 
 class _ModelFirst(typer.core.TyperGroup):
@@ -179,7 +176,7 @@ def best(
         if "precision=" not in explain:
             explain = f"{explain},precision={precision}".removeprefix(",")
         what = (sizes, place, devices, batch, sample_bytes)
-        layout, is_fitting = _explain(explain, *what, tokens=tokens, as_json=as_json)
+        layout, is_fitting = explain_one(explain, *what, tokens=tokens, as_json=as_json)
         if write is not None:
             if not is_fitting:
                 raise RunError(f"{layout} does not fit, and {write} is left as it was")
@@ -187,15 +184,17 @@ def best(
         return
     fixed = read_said(",".join(said or []))
     if scale is not None:
-        _scale(scale, sizes, place, batch, precision, picture, sample_bytes, fixed)
+        show_curves(scale, sizes, place, batch, precision, picture, sample_bytes, fixed)
         return
     order = "memory" if by == "memory" else "time"
     found = search(sizes, place, devices, batch, precision, top, order, None, sample_bytes, fixed)
     if not found.best:
         more = ""
         if not said and (found.closest or found.too_large):
-            more = _enough(sizes, place, nodes, batch, precision)
-        raise RunError(_nothing(sizes.name, batch, devices, place.name, found, said or [], more))
+            more = tell_enough(sizes, place, nodes, batch, precision)
+        raise RunError(
+            tell_nothing(sizes.name, batch, devices, place.name, found, said or [], more)
+        )
     if as_json:
         head = {"model": sizes.name, "machine": place.name, "devices": devices, "batch": batch}
         typer.echo(json.dumps({**head, **found_record(found, tokens)}, indent=1))
@@ -207,8 +206,7 @@ def best(
     for line in show_best(found, tokens):
         typer.echo(line)
     if asked.layout is not None:
-        for line in _beside(asked.layout, found, sizes, place, devices, batch, sample_bytes):
-            typer.echo(line)
+        typer.echo(tell_beside(asked.layout, found, sizes, place, devices, batch, sample_bytes))
     if batch % devices:
         shared = [n for n in (batch // devices * devices, -(-batch // devices) * devices) if n]
         typer.echo(
@@ -251,163 +249,6 @@ def facts(
     if out is not None:
         write_facts(found, out)
         typer.echo(f"\nfacts written to {out}")
-
-
-def _beside(
-    text: str, found: Found, model: Model, machine: Machine, devices: int, batch: int, read: float
-) -> list[str]:  # fmt: skip
-    """A recipe's own layout beside the best, where it can be on so many devices at all."""
-    from ridgeline.layout import Layout, require_layout
-    from ridgeline.plan.kinds import kind_of
-    from ridgeline.plan.memory import fits
-    from ridgeline.plan.predict import predict
-    from ridgeline.plan.software import own_program
-
-    try:
-        layout = Layout.parse_for(text, devices, "layout")
-        require_layout(layout, "layout")
-        job = kind_of(model).arrange(model, machine, layout, batch, own_program(machine))
-    except UsageError:
-        return [f"the recipe's own layout, {text}, is none for {devices} devices and this batch"]
-    predicted = predict(replace(job, sample_bytes=read))
-    if not fits(job, predicted.memory):
-        size = f"{predicted.memory.device / 1e9:.1f} GB"
-        return [f"the recipe's own layout, {layout}, does not fit: {size} a device"]
-    times = predicted.seconds / found.best[0].seconds
-    said = f"{times:.2f} times the best" if times > 1.005 else "as fast as the best"
-    return [f"the recipe's own layout, {layout}: {predicted.seconds:.3f} s a step, {said}"]
-
-
-def _explain(
-    text: str,
-    model: Model,
-    machine: Machine,
-    devices: int,
-    batch: int,
-    sample_bytes: float,
-    *,
-    tokens: float | None,
-    as_json: bool,
-) -> tuple[Layout, bool]:
-    """Shows one layout; that, and whether it fits."""
-    from ridgeline.layout import Layout, require_layout
-    from ridgeline.plan.kinds import kind_of
-    from ridgeline.plan.machine import require_precision
-    from ridgeline.plan.memory import fits
-    from ridgeline.plan.predict import predict
-    from ridgeline.plan.recipe import require_known
-    from ridgeline.plan.record import planned_record
-    from ridgeline.plan.search import Planned
-    from ridgeline.plan.show import explain
-    from ridgeline.plan.software import own_program
-
-    layout = Layout.parse_for(text, devices, "--explain")
-    require_layout(layout, "--explain")
-    require_precision(machine, layout.precision, "--explain")
-    parts = layout.dp * (layout.microbatches if layout.pp > 1 else layout.accumulate)
-    if batch % parts:
-        raise UsageError(
-            f"--batch {batch} is not divisible by the {parts} parts of {text!r} in --explain; "
-            f"use --batch {-(-batch // parts) * parts}"
-        )
-    require_known(model, machine, layout)
-    kind = kind_of(model)
-    job = kind.arrange(model, machine, layout, batch, own_program(machine))
-    job = replace(job, sample_bytes=sample_bytes)
-    for line in kind.assumptions(job):
-        typer.echo(line, err=as_json)
-    predicted = predict(job)
-    planned = Planned(layout, job, predicted.time, predicted.memory)
-    if as_json:
-        head = {"model": model.name, "machine": machine.name, "devices": devices, "batch": batch}
-        typer.echo(json.dumps({**head, **planned_record(planned, tokens)}, indent=1))
-    else:
-        for line in explain(planned, tokens):
-            typer.echo(line)
-    return layout, fits(job, predicted.memory)
-
-
-def _scale(
-    text: str,
-    model: Model,
-    machine: Machine,
-    batch: int,
-    precision: str,
-    picture: Path | None = None,
-    sample_bytes: float = 0.0,
-    said: dict[str, Any] | None = None,
-) -> None:
-    from ridgeline.plan.search import scale
-    from ridgeline.plan.show import show_scale
-
-    first, dots, last = text.partition("..")
-    if not dots or not first.isdigit() or not last.isdigit() or not 1 <= int(first) <= int(last):
-        raise UsageError(f"{text!r} in --scale is no range; write it as 1..64")
-    nodes, count = [], int(first)
-    while count <= int(last):
-        nodes.append(count)
-        count *= 2
-    if nodes[-1] < int(last):
-        nodes.append(int(last))
-    curves = {
-        weak: scale(model, machine, nodes, batch, precision, weak, None, sample_bytes, said)
-        for weak in (True, False)
-    }
-    for weak, rows in curves.items():
-        for line in show_scale(rows, weak):
-            typer.echo(line)
-        typer.echo("")
-    if picture is not None:
-        from ridgeline.scaling.curves import draw_scaling
-
-        title = f"{model.name} on {machine.name}, batch {batch} on the fewest nodes, {precision}"
-        try:
-            picture.write_text(draw_scaling(curves[True], curves[False], title), encoding="utf-8")
-        except OSError as error:
-            raise RunError(
-                f"cannot write {picture} of --picture ({error.strerror}); name another file"
-            ) from error
-        typer.echo(f"drawn: {picture}")
-
-
-MOST_DEVICES = 16_384
-"""Up to which it is looked for how many would do."""
-
-
-def _enough(model: Model, machine: Machine, nodes: int, batch: int, precision: str) -> str:
-    """What to do where nothing fits: nodes on which something does, twice as many at a time."""
-    from ridgeline.plan.search import search
-
-    looked = 0
-    while (devices := 2 * nodes * machine.devices_per_node) <= MOST_DEVICES:
-        nodes = looked = 2 * nodes
-        if search(model, machine, devices, batch, precision, 1, "memory").best:
-            return f"use -N {nodes}"
-    return (
-        f"nor does any on up to {looked} nodes; use another --batch" if looked else "use more nodes"
-    )
-
-
-def _nothing(
-    name: str,
-    batch: int,
-    devices: int,
-    machine: str,
-    found: Found,
-    said: list[str],
-    more: str,
-) -> str:
-    text = f"no layout of {name} with a batch of {batch} fits {devices} devices of {machine}"
-    if said:
-        # It may rule out what would spread the weights, or divide no number of devices that there is.
-        text += f" with {','.join(said)}; leave that out, or see what of it does not fit: --explain"
-        return text
-    if found.closest is not None:
-        layout, need = found.closest
-        return f"{text}; the closest, {layout}, needs {need / 1e9:.1f} GB a device: {more}"
-    if found.too_large:
-        return f"{text}: weights and optimizer state alone are too large in all of them; {more}"
-    return f"{text}: none divides it; try a batch that more devices divide"
 
 
 @plan_app.command()
