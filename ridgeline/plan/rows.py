@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,25 +19,12 @@ from ridgeline.errors import UsageError
 from ridgeline.plan.job import Job
 from ridgeline.plan.machine import Machine, load_machine
 from ridgeline.plan.own_machine import mentioned_device, named_device
-from ridgeline.plan.software import (
-    DEEPSPEED_ZERO3,
-    FSDP,
-    LLM_FOUNDRY,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    MEGATRON_CORE,
-    MEGATRON_DEEPSPEED,
-    RIDGELINE,
-    TORCHTITAN,
-    Software,
-)
+from ridgeline.plan.programs import read_software, source_words
 from ridgeline.plan.transformer import Transformer
 from ridgeline.plan.words import (
     Unreadable,
     architecture,
     flag,
-    guess_software,
-    is_own,
     misspelt,
     number,
     precision,
@@ -362,73 +349,6 @@ def _precision(text: str) -> str:
     return found
 
 
-def _source(row: Row) -> str:
-    return " ".join(str(value) for value in row["source"].values())
-
-
-def read_software(row: Row) -> tuple[Software, str]:
-    """The program that the row's source says was run, and why where that is a guess."""
-    known = _known_software(row)
-    if known is not None:
-        return known, ""
-    words = f"{row['layout'].get('framework') or ''} {_source(row)} {row.get('set') or ''}"
-    return guess_software(row, words)
-
-
-def _known_software(row: Row) -> Software | None:
-    layout, source = row["layout"], _source(row)
-    framework = str(layout.get("framework") or "")
-    args = layout.get("args") or {}
-    if is_own(framework):
-        return replace(RIDGELINE, compiled=flag(layout, "compile"))
-    if "ZeRO-3" in framework:
-        return DEEPSPEED_ZERO3
-    if framework == "Megatron-DeepSpeed" or "bigscience" in source:
-        software = MEGATRON_DEEPSPEED
-        if "fp32 grad" in str(layout.get("precision")):
-            # bf16 with float32 sums keeps the 16-bit gradients beside the sums.
-            software = replace(software, gradient_bytes=6, reduce_bytes=4)
-        return software
-    if "Korthikanti" in source or "seqsel" in source:
-        return MEGATRON_2022
-    if "Narayanan" in source or framework.startswith("Megatron PTD"):
-        ddp = str(layout.get("ddp") or "")
-        overlaps = "overlap" in ddp and "not overlap" not in ddp
-        return replace(MEGATRON_2021, overlap_dp=overlaps)
-    if "Megatron" in source or framework.startswith("Megatron"):
-        return _megatron_core(args, source, str(layout.get("precision")))
-    if "torchtitan" in source or "llm-foundry" in source or _is_given(layout.get("fsdp")):
-        pure = str(layout.get("mp_mode")) == "PURE"
-        software = TORCHTITAN if "torchtitan" in source else FSDP
-        software = LLM_FOUNDRY if "llm-foundry" in source else software
-        software = replace(software, compiled=flag(layout, "compile"))
-        return replace(software, reduce_bytes=2) if pure else software
-    return None
-
-
-def _is_given(value: Any) -> bool:
-    return str(value or "").strip().lower() not in ("", "0", "none", "no", "off", "false")
-
-
-def _megatron_core(args: Mapping[str, Any], source: str, precision: str) -> Software:
-    """Megatron-Core as its arguments say. Without an argument for it, attention stores its scores in the
-    `local` layers and in the earlier of its two test environments, which switched fused kernels off.
-    Numbers of 8 bits with a scale for each block are written by kernels of their own."""
-    backend = str(args.get("--attention-backend") or "")
-    if not backend:
-        local = args.get("--transformer-impl") == "local"
-        short = whole(args, "--seq-length") <= 4096
-        backend = "unfused" if args and short and (local or "dracooci" in source) else "flash"
-    attention = "fused" if backend == "unfused" else "flash"
-    overlaps = not args or bool(args.get("--overlap-grad-reduce"))
-    software = replace(MEGATRON_CORE, attention=attention, overlap_dp=overlaps)
-    if "mx" in f"{precision} {args.get('--fp8-recipe')}".lower():
-        software = replace(software, fp8_casts=1.0)
-    if args.get("--transformer-impl") == "local":
-        software = replace(software, buffer_bytes=software.buffer_bytes + 30e6)
-    return software
-
-
 def read_model(row: Row) -> Transformer:
     facts = row["model"]
     args: Mapping[str, Any] = row["layout"].get("args") or {}
@@ -499,7 +419,7 @@ def read_machine(row: Row) -> tuple[Machine, str]:
     if gpu:
         named = named_device(gpu, str(hardware.get("notes") or ""))
     else:
-        named = mentioned_device(_source(row))  # test results carry the device in their name
+        named = mentioned_device(source_words(row))  # test results carry the device in their name
     if named is None:
         raise Unreadable(f"the device {shown(hardware.get('gpu'))} has no profile")
     machine = load_machine(named.profile)
@@ -580,8 +500,8 @@ def _flops_kind(row: Row) -> str:
         return "hardware x4"
     if kind.startswith("hardware"):
         return "hardware"
-    if "llm-foundry" in _source(row):
+    if "llm-foundry" in source_words(row):
         return "6n"
-    if "Bridge" in _source(row):
+    if "Bridge" in source_words(row):
         return "model causal"  # attention counted as far as the mask lets it look
     return "model"

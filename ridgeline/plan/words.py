@@ -1,8 +1,8 @@
-"""The words of other people's tables: other names of fields, architectures, precisions and programs.
+"""The words of other people's tables: other names of fields, architectures and precisions, adapters.
 
-A row may call its sizes or its program by names that are not ours. What is certain is renamed; a program
-that is not known is guessed from what the row says about it, and the guess is said. What may be read in
-more than one way is `Unreadable`. Called by `rows.py`.
+A row may call its sizes by names that are not ours. What is certain is renamed, and what is nearly a name
+that is read is told. What may be read in more than one way is `Unreadable`. Called by `rows.py` and
+`programs.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,6 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
-
-from ridgeline.plan.software import (
-    DEEPSPEED_ZERO3,
-    FSDP,
-    MEGATRON_2022,
-    MEGATRON_CORE,
-    MEGATRON_DEEPSPEED,
-    Software,
-)
 
 NAMES: Final[dict[str, dict[str, str]]] = {
     "model": {
@@ -285,30 +276,3 @@ def schedule_name(value: Any, virtual: int, pp: int) -> str:
     if virtual > 1:
         raise Unreadable(f"schedule {found} with vp={virtual} is not modelled")
     return found
-
-
-def guess_software(row: Mapping[str, Any], words: str) -> tuple[Software, str]:
-    """The program that is most like what the row says, and why."""
-    layout = row["layout"]
-    text = words.lower()
-    zero = zero_stage(layout.get("zero"))
-    split = (whole(layout, "tp") or 1) * (whole(layout, "pp") or 1) > 1
-    for known, software in (
-        ("deepspeed", DEEPSPEED_ZERO3 if zero == 3 else MEGATRON_DEEPSPEED),
-        ("megatron", MEGATRON_CORE),
-        ("nemo", MEGATRON_CORE),
-        ("transformer engine", MEGATRON_CORE),
-        ("fsdp", FSDP),
-        ("torch", FSDP),
-        ("composer", FSDP),
-        ("lightning", FSDP),
-    ):
-        if known in text:
-            return software, f"taken as {software.name}, for the word {known!r}"
-    if zero == 3 and not split:
-        return FSDP, "taken as fsdp, since weights are sharded and nothing is split"
-    if split and flag(layout, "sp"):
-        return MEGATRON_CORE, "taken as megatron-core, since layers are split with their sequence"
-    if split:
-        return MEGATRON_2022, "taken as megatron-2022, since layers or stages are split"
-    return FSDP, "taken as fsdp, for want of a word"
