@@ -91,6 +91,10 @@ CASES = {
             "fp8 tensors, regional, graphs": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional", "layout.graphs=true"),
             "bf16, stochastic": (*BEST_LM, "tune.weights=stochastic"),
+            "bf16, graphs, stochastic": (
+                *BEST_LM, "layout.graphs=true", "tune.weights=stochastic"),
+            "bf16, graphs, stochastic, tiles": (
+                *BEST_LM, "layout.graphs=true", "tune.weights=stochastic", "tune.search_tiles=true"),
             "fp8 tensors, regional, tiles": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.compile_mode=regional", "tune.search_tiles=true"),
             "fp8 tensors, regional, stochastic": (
@@ -101,6 +105,8 @@ CASES = {
                 *FP8, "tune.fp8_scaling=tensor", "tune.weights=stochastic"),
             "fp8 tensors, e4m3": (*FP8, "tune.fp8_scaling=tensor", "tune.fp8_gradients=e4m3"),
             "bf16, merged": (*BEST_LM, "tune.weights=bf16", "tune.merge=true"),
+            "bf16, regional, merged": (
+                *BEST_LM, "tune.weights=bf16", "tune.merge=true", "tune.compile_mode=regional"),
             "fp8 tensors, merged, regional": (
                 *FP8, "tune.fp8_scaling=tensor", "tune.merge=true", "tune.compile_mode=regional"),
             "fp8 rows": (*FP8, "tune.fp8_scaling=row"),

@@ -144,5 +144,17 @@ def _norm_of(gradients: list[Tensor]) -> Tensor:
     """In float32 also where gradients are narrower."""
     if all(gradient.dtype is torch.float32 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return torch.linalg.vector_norm(torch.stack(norms_of(gradients, torch.float32)))
+
+
+def norms_of(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Of each tensor, in any order, all on one device. Types apart: given several, torch's one pass over
+    all of them becomes a kernel a tensor."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_type.setdefault(gradient.dtype, []).append(gradient)
+    return [
+        norm
+        for members in by_type.values()
+        for norm in torch._foreach_norm(members, 2.0, dtype=dtype)
+    ]

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ridgeline.optim.update import norms_of
+
 if TYPE_CHECKING:
     from ridgeline.parallel.arranged import Arranged
 
@@ -60,6 +62,6 @@ def _square_sum(
     total = torch.zeros((), dtype=wide, device=device)
     for members in places.values():
         # Together, since a large model has hundreds and the device does nothing else meanwhile.
-        norms = torch.stack(torch._foreach_norm(members, 2, dtype=wide))
+        norms = torch.stack(norms_of(members, wide))
         total += norms.square().sum().to(device)
     return total

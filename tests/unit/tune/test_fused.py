@@ -15,7 +15,8 @@ from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.models.build import build_model
 from ridgeline.optim.build import build_optimizer
-from ridgeline.optim.stochastic import build_stochastic_adamw, chance, mix, round_by_chance
+from ridgeline.optim.narrow import chance, round_by_chance
+from ridgeline.optim.stochastic import build_stochastic_adamw, mix
 from ridgeline.optim.update import build_update
 from ridgeline.parallel.conv_norm import fold_conv_norms
 from ridgeline.parallel.fused_norms import apply_fused_norms
@@ -102,7 +103,7 @@ def test_rounding_by_chance_is_unbiased_and_to_neighbours() -> None:
     num = 40_000
     found = torch.stack(
         [
-            round_by_chance(v.expand(num).clone(), chance(num, torch.tensor(mix(7, i))))
+            round_by_chance(v.expand(num).clone(), chance(num, mix(7, i)))
             for i, v in enumerate(value)
         ]
     ).float()
@@ -123,7 +124,7 @@ def test_rounding_by_chance_is_unbiased_and_to_neighbours() -> None:
 
 def test_chance_is_even_and_apart_for_steps_and_places() -> None:
     num = 1 << 16
-    one, two = (chance(num, torch.tensor(mix(0, 1, step))) for step in (1, 2))
+    one, two = (chance(num, mix(0, 1, step)) for step in (1, 2))
     for bits in (one, two):
         assert int(bits.min()) >= 0
         assert int(bits.max()) < 1 << 16
@@ -132,7 +133,7 @@ def test_chance_is_even_and_apart_for_steps_and_places() -> None:
     pair = torch.corrcoef(torch.stack([one, two]).double())[0, 1]
     neighbours = torch.corrcoef(torch.stack([one[:-1], one[1:]]).double())[0, 1]
     assert max(abs(pair), abs(neighbours)) < 5 / num**0.5
-    assert torch.equal(one, chance(num, torch.tensor(mix(0, 1, 1))))
+    assert torch.equal(one, chance(num, mix(0, 1, 1)))
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
