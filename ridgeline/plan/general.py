@@ -334,7 +334,7 @@ def _halos(machine: Machine, block: Block, part: Share) -> Cost:
     """Edges of tiles, which go to the neighbours of either side."""
     high, broad = part.spatial
     size = element_bytes(part.precision)
-    crosses = part.tiles > machine.devices_per_node
+    crosses = part.tiles > machine.reach
     total, count = 0.0, 0
     for halo in block.halos:
         for tiles, others, amount in ((high, broad, halo.rows), (broad, high, halo.columns)):

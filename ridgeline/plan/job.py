@@ -65,9 +65,9 @@ class Placed:
     def crosses_nodes(self, rank: int) -> bool:
         """Whether the link from a stage to the next leaves the node."""
         stride = self.tp * self.cp * self.dp * self.tiles
-        if self.devices <= self.machine.devices_per_node:
+        per_node = self.machine.reach_of(self.devices)
+        if self.devices <= per_node:
             return False
-        per_node = self.machine.devices_per_node
         return stride >= per_node or ((rank + 1) * stride) % per_node == 0
 
 
@@ -101,6 +101,8 @@ class Job(Placed):
     compress: str = "none"
     sync: str = "every"
     """These three as in `Layout`."""
+    offload_layers: int = 0
+    """Of a stage, those whose activations `offload` moves; 0: all."""
     sample_bytes: float = 0.0
     """Of one sample in storage; 0: nothing is read."""
     ep: int = 1

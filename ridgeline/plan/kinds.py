@@ -87,16 +87,23 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // n for n in low)}))
 
 
+def _inside(machine: Machine) -> tuple[int, ...]:
+    """Numbers of devices that the fast links can connect."""
+    if machine.reach == machine.devices_per_node:
+        return divisors(machine.devices_per_node)
+    return tuple(range(1, machine.reach + 1))
+
+
 def _transformer_choices(model: Transformer, machine: Machine) -> Choices:
     return Choices(
-        tuple(t for t in divisors(machine.devices_per_node) if model.heads % t == 0),
+        tuple(t for t in _inside(machine) if model.heads % t == 0),
         tuple(c for c in (1, 2, 4, 8, 16) if c == 1 or model.seq // c >= LEAST_PIECE),
         model.layers,
     )
 
 
 def _module_choices(model: ModuleFacts, machine: Machine) -> Choices:
-    inside = divisors(machine.devices_per_node)
+    inside = _inside(machine)
     tiles = [(1, 1)]
     convolves = any(block.halos for block in model.blocks)
     attends = any(block.costs["wide"].forward.attention for block in model.blocks)

@@ -138,7 +138,10 @@ def layer_cost(
     forward_comm, backward_comm, hidden = _tensor_parallel(
         machine, software, part, tp_group, size * tokens * h
     )
-    if hidden:
+    if software.overlap_tp:
+        forward_comm = exposed_s(machine, forward_comm, forward_products)
+        backward_comm = exposed_s(machine, backward_comm + hidden, backward_products)
+    elif hidden:
         # Beside the weight gradients of the two column-split products.
         room = weight_gradients[0] + weight_gradients[2]
         backward_comm += exposed_s(machine, hidden, room)

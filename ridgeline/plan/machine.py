@@ -90,6 +90,9 @@ class Machine:
     some memory bandwidth."""
     step_s: float
     """What a step costs the host once: the next batch, overflow check, logging."""
+    devices_per_domain: int = 1
+    """Devices that `intra` connects where they are of several nodes, as in a rack; else fewer than a node
+    has."""
     skew: float = 0.005
     """Standard deviation of one device's speed over the devices of the machine, as a share of the mean; a
     step waits for the slowest of them."""
@@ -108,6 +111,17 @@ class Machine:
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.devices_per_node))
+
+    @property
+    def reach(self) -> int:
+        """Devices that `intra` connects."""
+        return max(self.devices_per_node, self.devices_per_domain)
+
+    def reach_of(self, count: int) -> int:
+        """As many of `count` devices as `intra` connects, if jobs get the same number of each rack."""
+        if self.reach == self.devices_per_node:
+            return min(count, self.reach)
+        return max(n for n in range(1, min(count, self.reach) + 1) if count % n == 0)
 
     def replace(self, **changes: Any) -> Machine:
         """The same machine with some values changed; dots go inside, as in `inter.bandwidth`. What was

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ridgeline.plan.beside import BLOCKS_HERE, host_bytes
+from ridgeline.plan.activations import kept_activations, layer_activations
+from ridgeline.plan.beside import BLOCKS_HERE, host_bytes, offloaded_layers
 from ridgeline.plan.job import Job, Placed
-from ridgeline.plan.kernels import element_bytes
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.own import is_half, own_activations, own_logits
 from ridgeline.plan.schedule import play
@@ -61,60 +61,6 @@ class StepMemory:
     @property
     def device(self) -> float:
         return self.reserved + self.context
-
-
-def layer_activations(job: Job, scores: bool = True) -> float:
-    """What one layer keeps for backward for one microbatch, without recompute; `scores`: also the
-    attention's own where its kernel stores them."""
-    model, t = job.model, job.tp
-    size = element_bytes("bf16" if job.precision == "fp8" else job.precision)
-    tokens = job.samples * model.seq / job.cp
-    stream = tokens * model.hidden / (t if job.sp else 1)
-    # Each norm's input, what it makes for the next product, and dropout's mask after it.
-    total = 4 * size * stream + (2.0 * stream if model.dropout else 0.0)
-    qkv = model.query_width + 2 * model.kv_width
-    total += size * tokens * (qkv + model.query_width) / t
-    inner = model.shared_ffn if model.experts else model.ffn
-    total += size * tokens * inner * (3 if model.gated else 2) / t
-    if model.rotary:
-        total += size * tokens * job.software.rotary_kept * (model.query_width + model.kv_width) / t
-    if model.experts:
-        total += _routed_activations(job, size)
-    if job.software.attention == "flash":
-        total += 4.0 * tokens * model.heads / t  # the softmax's sums
-    elif scores:
-        pairs = job.samples * model.heads / t * (model.seq / job.cp) * model.seq
-        total += pairs * ((2 * size + 1) if model.dropout else size)
-    return total * job.software.extra_kept
-
-
-def _routed_activations(job: Job, size: float) -> float:
-    """What experts keep of the tokens that are sent to them, were those spread evenly: their input, both
-    sides of the activation function, and their output, which is weighted after it has come back."""
-    model, split = job.model, job.expert_tp or job.tp
-    here = job.samples * model.seq / job.cp / (job.tp if job.sp else 1)
-    routed = here * model.top_k * (split if job.sp else 1)
-    inner = (model.expert_ffn or model.ffn) * (3 if model.gated else 2) / split
-    scores = 8.0 * here * model.experts
-    return size * routed * (2 * model.hidden + inner) + scores
-
-
-def kept_activations(job: Job) -> float:
-    """What one layer keeps for one microbatch with the job's recompute."""
-    size = element_bytes("bf16" if job.precision == "fp8" else job.precision)
-    tokens = job.samples * job.model.seq / job.cp
-    stream = size * tokens * job.model.hidden / (job.tp if job.sp else 1)
-    if job.recompute == "full":
-        return stream
-    if job.recompute == "selective":
-        if job.software.attention != "flash":
-            return layer_activations(job, scores=False)
-        # Inputs of the block and results of products; what stands between them is made again.
-        model = job.model
-        qkv = model.query_width + 2 * model.kv_width
-        split = size * tokens * (qkv + model.query_width + model.ffn_in) / job.tp
-        return split + 2 * stream
-    return layer_activations(job)
 
 
 @lru_cache(maxsize=4096)
@@ -268,6 +214,9 @@ def stage_memory(job: Job, rank: int) -> StepMemory:
     per_chunk = layers / job.virtual
     flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
     kept = kept_activations(job) * per_chunk * flight
+    if job.offload == "activations":
+        here = max(layers - offloaded_layers(job, layers), BLOCKS_HERE) / layers
+        kept *= min(here, 1.0)
     working = layer_activations(job) - kept_activations(job) if job.recompute != "none" else 0.0
     tokens = job.samples * model.seq / job.cp
     stream = 2.0 * tokens * model.hidden / (job.tp if job.sp else 1)
@@ -305,6 +254,7 @@ def stage_memory(job: Job, rank: int) -> StepMemory:
         buffers=buffers,
         rounding=software.fragmentation * (allocated - weights - gradients - optimizer),
         context=job.machine.device.context_bytes + (1.5e9 if job.devices > 1 else 0.0),
+        host=host_bytes(job, count, layers, flight),
     )
 
 

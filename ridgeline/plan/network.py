@@ -1,9 +1,9 @@
 """Time of communication: rings, trees and levels over the links, or what was measured of them.
 
-A group of ranks is described by how many there are and how many of them share a node. Inside a node the
-ring runs over the devices' own links. Between nodes every node's NICs are shared by the groups that cross
-it at the same time. Where the machine's own collectives were measured (`tables.py`), those count. Called by
-`layer.py` and `time.py`.
+A group of ranks is described by how many there are and how many of them share a node, or a rack where the
+devices' own links go further. There the ring runs over these links. Between nodes every node's NICs are
+shared by the groups that cross it at the same time. Where the machine's own collectives were measured
+(`tables.py`), those count. Called by `layer.py` and `time.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Group:
 
     size: int
     per_node: int
-    """Members that share a node."""
+    """Members that share a node, or a rack whose devices have links of their own."""
 
     @property
     def nodes(self) -> int:
@@ -38,7 +38,9 @@ class Group:
 
 def group_of(machine: Machine, size: int, stride: int) -> Group:
     """The group of `size` ranks that are `stride` apart in the order of ranks."""
-    per_node = max(1, min(size, machine.devices_per_node // max(stride, 1)))
+    per_node = max(1, min(size, machine.reach // max(stride, 1)))
+    if machine.reach > machine.devices_per_node:
+        per_node = max(n for n in range(1, per_node + 1) if size % n == 0)
     return Group(size, per_node)
 
 
@@ -67,7 +69,8 @@ def algorithms_s(machine: Machine, kind: str, num_bytes: float, group: Group) ->
     found = {"ring": ring_s(machine, kind, num_bytes, group)}
     if group.nodes > 1 and kind == "all_reduce":
         found["tree"] = tree_s(machine, num_bytes, group)
-    whole = 1 < group.per_node == machine.devices_per_node and group.size % group.per_node == 0
+    nodes, rest = divmod(group.per_node, machine.devices_per_node)
+    whole = group.per_node > 1 and nodes and not rest and group.size % group.per_node == 0
     if group.nodes > 1 and whole:  # libraries build this for whole nodes only
         found["levels"] = levels_s(machine, kind, num_bytes, group)
     return found
@@ -172,5 +175,5 @@ def ring_attention_s(
     """Keys and values going around `cp` ranks while blocks are computed: what is not hidden."""
     if cp == 1:
         return 0.0
-    step = point_to_point_s(machine, kv_bytes, cp * tp > machine.devices_per_node)
+    step = point_to_point_s(machine, kv_bytes, cp * tp > machine.reach)
     return exposed_s(machine, step, attention_s / cp) * (cp - 1)

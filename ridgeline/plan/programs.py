@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from ridgeline.plan.software import (
     DEEPSPEED_ZERO3,
@@ -16,6 +16,7 @@ from ridgeline.plan.software import (
     LLM_FOUNDRY,
     MEGATRON_2021,
     MEGATRON_2022,
+    MEGATRON_BRIDGE,
     MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
     RIDGELINE,
@@ -25,6 +26,10 @@ from ridgeline.plan.software import (
 from ridgeline.plan.words import flag, is_own, whole, zero_stage
 
 Row = Mapping[str, Any]
+
+BRIDGE_OFFLOADS: Final = {"gb300": 20, "gb200": 40}
+"""Layers whose activations go to the host in Megatron-Bridge's recipes for Llama 70B, fully sharded in fp8
+(`scripts/performance/configs/llama/llama3_workload_base_configs.py`); its tables do not say so."""
 
 
 def source_words(row: Row) -> str:
@@ -87,12 +92,27 @@ def _megatron_core(args: Mapping[str, Any], source: str, precision: str) -> Soft
         backend = "unfused" if args and short and (local or "dracooci" in source) else "flash"
     attention = "fused" if backend == "unfused" else "flash"
     overlaps = not args or bool(args.get("--overlap-grad-reduce"))
-    software = replace(MEGATRON_CORE, attention=attention, overlap_dp=overlaps)
+    base = MEGATRON_BRIDGE if "Megatron-Bridge" in source else MEGATRON_CORE
+    software = replace(base, attention=attention, overlap_dp=overlaps)
     if "mx" in f"{precision} {args.get('--fp8-recipe')}".lower():
         software = replace(software, fp8_casts=1.0)
     if args.get("--transformer-impl") == "local":
         software = replace(software, buffer_bytes=software.buffer_bytes + 30e6)
     return software
+
+
+def offloaded_layers(row: Row, software: Software, profile: str) -> tuple[int, str]:
+    """How many layers have their activations on the host though the row does not say so, and why."""
+    layout, model = row["layout"], row["model"]
+    is_recipe = (
+        software.name == MEGATRON_BRIDGE.name
+        and whole(layout, "fsdp") > 1
+        and "70b" in str(model.get("name")).lower()
+        and "fp8" in str(layout.get("precision")).lower()
+    )
+    count = BRIDGE_OFFLOADS.get(profile, 0) if is_recipe else 0
+    why = f"activations of {count} layers are on the host, as in Megatron-Bridge's recipe"
+    return count, why if count else ""
 
 
 def guess_software(row: Mapping[str, Any], words: str) -> tuple[Software, str]:

@@ -19,7 +19,8 @@ from ridgeline.errors import UsageError
 from ridgeline.plan.job import Job
 from ridgeline.plan.machine import Machine, load_machine
 from ridgeline.plan.own_machine import mentioned_device, named_device
-from ridgeline.plan.programs import read_software, source_words
+from ridgeline.plan.programs import offloaded_layers, read_software, source_words
+from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
 from ridgeline.plan.words import (
     Unreadable,
@@ -185,6 +186,7 @@ def _read_job(row: Row) -> tuple[Job, str]:
         raise Unreadable("offloaded activations are not modelled")
     if args.get("--mtp-num-layers"):
         raise Unreadable("multi-token prediction is not modelled")
+    away, why = offloaded_layers(row, software, machine.name)
     job = Job(
         model=model,
         machine=machine,
@@ -194,21 +196,23 @@ def _read_job(row: Row) -> tuple[Job, str]:
         cp=cp,
         pp=pp,
         virtual=virtual,
-        zero=_zero(row),
-        sp=flag(layout, "sp") and tp > 1,
+        zero=_zero(row, software),
+        sp=_splits_sequence(layout, software) and tp > 1,
         schedule=schedule_name(layout.get("schedule"), virtual, pp),
         samples=samples,
         microbatches=microbatches,
         recompute=recomputed(layout.get("recompute")),
         precision=_precision(str(layout.get("precision") or "bf16")),
         group=whole(args, "--microbatch-group-size-per-virtual-pipeline-stage"),
+        offload="activations" if away else "none",
+        offload_layers=away,
         ep=ep,
         expert_tp=whole(args, "--expert-tensor-parallel-size"),
         vocab_multiple=(whole(args, "--make-vocab-size-divisible-by") or 128)
         if "mega" in software.name
         else 1,
     )
-    return job, "; ".join(filter(None, (guessed, likened)))
+    return job, "; ".join(filter(None, (guessed, likened, why)))
 
 
 def _require_possible(row: Row, job: Job) -> None:
@@ -334,11 +338,15 @@ def _batches(row: Row, dp: int) -> tuple[int, int]:
     return samples, count
 
 
-def _zero(row: Row) -> int:
+def _splits_sequence(layout: Row, software: Software) -> bool:
+    return software.always_sp if layout.get("sp") is None else flag(layout, "sp")
+
+
+def _zero(row: Row, software: Software) -> int:
     layout = row["layout"]
     stage = zero_stage(layout.get("zero"))
-    if layout.get("zero") is None and whole(layout, "fsdp") > 1:
-        stage = 3
+    if layout.get("zero") is None:
+        stage = 3 if whole(layout, "fsdp") > 1 else software.usual_zero
     return 1 if (layout.get("args") or {}).get("--use-distributed-optimizer") else stage
 
 
@@ -431,6 +439,8 @@ def read_machine(row: Row) -> tuple[Machine, str]:
         guessed = f"{name} taken as {machine.device.name}{size}{why}"
     per_node = whole(hardware, "gpus_per_node") or machine.devices_per_node
     changes: dict[str, Any] = {"devices_per_node": per_node}
+    if named.is_other:
+        changes["devices_per_domain"] = 1  # of a rack that the device is not known to be in
     if named.memory_bytes:
         changes["device.memory_bytes"] = named.memory_bytes
     if named.device in ("a800", "h800"):

@@ -172,7 +172,7 @@ def _other_machines(best: Planned, machine: Machine) -> dict[str, dict[str, floa
     changes: dict[str, dict[str, float]] = {}
     if best.time.storage > 0.01 * best.seconds:
         changes["twice the rate of storage"] = {"storage_bandwidth": 2 * machine.storage_bandwidth}
-    if best.job.devices > machine.devices_per_node:
+    if best.job.devices > machine.reach:
         changes["twice the bandwidth between nodes"] = {
             "inter.bandwidth": 2 * machine.inter.bandwidth
         }

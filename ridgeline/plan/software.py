@@ -22,6 +22,12 @@ class Software:
     """`flash`: never stores scores; `fused`: one softmax kernel over stored scores."""
     overlap_tp_backward: bool = False
     """All-reduces of input gradients run beside the weight gradients' products."""
+    overlap_tp: bool = False
+    """Products and the communication of what they split go on beside each other, piece by piece."""
+    always_sp: bool = False
+    """The sequence is split wherever layers are, unless it is said that it is not."""
+    usual_zero: int = 0
+    """What of a replica's state is sharded where nothing is said about it."""
     overlap_dp: bool = False
     """Gradients are reduced while the last backward runs."""
     overlap_pp: bool = False
@@ -110,6 +116,10 @@ MEGATRON_CORE: Final = Software(
     fused_gradient_sum=True, optimizer_bytes_moved=50.0, host_share=1.8, dummy_gradients=True,
     flash_share=1.45, pads_vocab=True, fp8_casts=0.0,
 )  # fmt: skip
+MEGATRON_BRIDGE: Final = replace(
+    MEGATRON_CORE, name="megatron-bridge", overlap_tp=True, always_sp=True, usual_zero=1
+)
+"""Megatron-Core as the recipes of Megatron-Bridge set it."""
 FSDP: Final = Software(
     "fsdp", overlap_dp=True, weight_bytes=4, master_bytes=0, reduce_bytes=4,
     optimizer_bytes_moved=36.0, fused_gradient_sum=True, host_share=0.6, element_passes=1.4,
@@ -130,8 +140,8 @@ RIDGELINE: Final = replace(
 SOFTWARE: Final = {
     s.name: s
     for s in (
-        MEGATRON_2021, MEGATRON_2022, MEGATRON_DEEPSPEED, DEEPSPEED_ZERO3, MEGATRON_CORE, FSDP,
-        TORCHTITAN, LLM_FOUNDRY, RIDGELINE,
+        MEGATRON_2021, MEGATRON_2022, MEGATRON_DEEPSPEED, DEEPSPEED_ZERO3, MEGATRON_CORE,
+        MEGATRON_BRIDGE, FSDP, TORCHTITAN, LLM_FOUNDRY, RIDGELINE,
     )
 }  # fmt: skip
 

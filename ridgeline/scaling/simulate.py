@@ -152,7 +152,7 @@ def _measure_all(config: RunConfig, asked: Asked, layout: Layout) -> list[RankMe
     request = RankRequest(
         config=for_one_rank(config, _stated(layout), asked.device),
         world_size=asked.world_size,
-        devices_per_node=asked.machine.devices_per_node,
+        devices_per_node=asked.machine.reach_of(asked.world_size),
         rank=asked.rank or 0,
         stage=0 if layout.pp > 1 else None,
         steps=asked.steps,

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from ridgeline.plan.activations import layer_activations
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import PLAIN_ATTENTION, flash_s
+from ridgeline.plan.kinds import kind_of
 from ridgeline.plan.machine import load_machine
 from ridgeline.plan.memory import predict_memory
-from ridgeline.plan.network import exposed_s
+from ridgeline.plan.network import Group, collective_s, exposed_s, group_of, ring_bandwidth
 from ridgeline.plan.predict import predict
 from ridgeline.plan.rows import Unreadable, read_row
 from ridgeline.plan.software import SOFTWARE
@@ -69,14 +71,98 @@ def test_block_scales_are_written_by_kernels_of_their_own() -> None:
 def test_sharded_megatron_is_megatron() -> None:
     layout = {"layout__gpus": 64, "layout__dp": 64, "layout__pp": 1, "layout__vp": 1}
     whole, sharded = bridge(**layout), bridge(**layout, layout__fsdp=64)
-    assert (whole.zero, sharded.zero) == (0, 3)
-    assert sharded.software.name == "megatron-core"
+    assert (whole.zero, sharded.zero) == (1, 3)
+    assert sharded.software.name == "megatron-bridge"
     assert predict(sharded).time.gathers > 0
-    assert predict_memory(sharded).optimizer < predict_memory(whole).optimizer / 60
-    assert bridge(layout__fsdp=1).zero == bridge(layout__fsdp=0).zero == 0
+    assert predict_memory(sharded).weights < predict_memory(whole).weights / 60
+    assert bridge(layout__fsdp=1).zero == bridge(layout__fsdp=0).zero == 1
     row = copy.deepcopy(BRIDGE)
     row["source"], row["layout"]["fsdp"] = {"repo": "somebody/else"}, 4
     assert read_row(row).job.software.name == "fsdp"
+
+
+def test_a_bridge_does_what_its_recipes_do_unless_the_row_says_otherwise() -> None:
+    """Its tables name neither the sharded optimizer, nor the split sequence, nor what is on the host."""
+    split = {"layout__tp": 4, "layout__gpus": 64}
+    usual = bridge(**split)
+    assert (usual.zero, usual.sp, bridge().sp) == (1, True, False)
+    assert not bridge(**split, layout__sp=False).sp
+    assert bridge(**split, layout__zero=0).zero == 0
+    # The communication of split layers goes on beside their products.
+    apart = replace(usual, software=replace(usual.software, overlap_tp=False))
+    assert 0 < predict(usual).time.tensor_parallel < 0.6 * predict(apart).time.tensor_parallel
+    row = copy.deepcopy(BRIDGE)
+    row["source"] = {"repo": "NVIDIA/Megatron-LM"}
+    row["layout"] |= {"tp": 4, "gpus": 64}
+    plain = read_row(row).job
+    assert (plain.software.name, plain.zero, plain.sp) == ("megatron-core", 0, False)
+
+
+def test_activations_of_some_layers_on_the_host() -> None:
+    sharded = {
+        "layout__gpus": 64,
+        "layout__dp": 64,
+        "layout__pp": 1,
+        "layout__vp": 1,
+        "layout__fsdp": 64,
+    }
+    away = bridge(**sharded)
+    row = copy.deepcopy(BRIDGE)
+    row["layout"] |= {"gpus": 64, "dp": 64, "pp": 1, "vp": 1, "fsdp": 64}
+    assert (away.offload, away.offload_layers) == ("activations", 40)
+    assert "40 layers are on the host" in read_row(row).guessed
+    assert bridge(**sharded, hardware__gpu="DGX-GB300").offload_layers == 20
+    assert bridge(**sharded, layout__precision="bf16").offload == "none"
+    here = replace(away, offload="none")
+    assert predict_memory(away).activations == pytest.approx(predict_memory(here).activations / 2)
+    assert predict_memory(away).host == pytest.approx(predict_memory(away).activations)
+    assert predict(here).time.host_link == 0
+    assert predict(away).time.host_link > 0
+    every = replace(away, offload_layers=0)
+    # All of them take longer out than forward does, and that is waited for.
+    assert predict(every).time.host_link > 79 / 40 * predict(away).time.host_link
+
+
+def test_what_a_product_was_given_is_kept_in_eight_bits() -> None:
+    narrow, wide = bridge(), bridge(layout__precision="bf16")
+    h, kv, ffn = 8192, 1024, 28672
+    # Norms' inputs, queries, keys, values, attention's result, both sides of the gate; and what products
+    # were given, attention's result among them once more.
+    inputs = 2 * h + h + ffn
+    both = 2 * (2 * h + (2 * h + 2 * kv) + 2 * ffn)
+    sums = 4 * 64
+    assert layer_activations(narrow) == pytest.approx(4096 * (both + inputs + sums))
+    assert layer_activations(wide) == pytest.approx(4096 * (both + 2 * (inputs - h) + sums))
+
+
+def test_links_that_go_beyond_a_node() -> None:
+    rack = load_machine("gb200")
+    alone = rack.replace(devices_per_domain=1)
+    assert (rack.reach, alone.reach) == (72, 4)
+    assert [rack.reach_of(n) for n in (8, 64, 72, 128, 256, 100)] == [8, 64, 72, 64, 64, 50]
+    assert [alone.reach_of(n) for n in (2, 8, 256)] == [2, 4, 4]
+    assert group_of(rack, 64, 1) == Group(64, 64)
+    assert group_of(rack, 64, 4) == Group(64, 16)
+    assert group_of(alone, 64, 4) == Group(64, 1)
+    inside, across = (collective_s(m, "all_reduce", 1e9, group_of(m, 16, 1)) for m in (rack, alone))
+    assert inside < across / 2
+    # Beyond it, a rack has the NICs of all its nodes.
+    assert ring_bandwidth(rack, Group(128, 64)) == pytest.approx(
+        min(rack.intra.bandwidth * rack.intra.efficiency, 16 * rack.inter.bandwidth * 0.9)
+    )
+    stages = bridge(layout__gpus=256, layout__dp=16, layout__tp=4)
+    assert [stages.crosses_nodes(rank) for rank in range(3)] == [True, True, True]
+    small = bridge(layout__gpus=64, layout__dp=16)
+    assert not any(small.crosses_nodes(rank) for rank in range(3))
+    other = read_row(copy.deepcopy(BRIDGE) | {"hardware": {"gpu": "B200", "gpus_per_node": 8}})
+    assert other.job.machine.reach == 8
+
+
+def test_a_search_splits_layers_over_a_rack() -> None:
+    model = bridge().model
+    choices = kind_of(model).choices(model, load_machine("gb200"))
+    assert {1, 2, 4, 8, 16, 32, 64} <= set(choices.tp)
+    assert max(kind_of(model).choices(model, load_machine("h100")).tp) == 8
 
 
 def test_communication_takes_from_what_computes_and_not_the_other_way_round() -> None:

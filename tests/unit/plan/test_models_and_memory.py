@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from ridgeline.errors import UsageError
+from ridgeline.plan.activations import layer_activations
 from ridgeline.plan.job import Job
 from ridgeline.plan.known import MODELS, find_model, model_of_recipe
 from ridgeline.plan.machine import load_machine, machine_names
-from ridgeline.plan.memory import fits, layer_activations, predict_memory, stage_memory
+from ridgeline.plan.memory import fits, predict_memory, stage_memory
 from ridgeline.plan.software import MEGATRON_2021, RIDGELINE
 from ridgeline.plan.transformer import Transformer
 
