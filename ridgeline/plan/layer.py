@@ -9,12 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import Group, collective_s, exposed_s, ring_attention_s
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
+
+ALIGNED: Final = 8
+"""Numbers of 16 bits that a row of a matrix has to be a multiple of for tensor cores to be fed as fast as
+they compute."""
+UNALIGNED: Final = 9.0
+"""How much longer products of heads take whose width is no such multiple: runs of BLOOM with heads of 108
+numbers, some 10 TFLOP/s of an A100."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +223,8 @@ def _attention(
     width = model.head_width
     products = gemm_s(device, seq, seq, width, count, precision)
     products += gemm_s(device, seq, width, seq, count, precision)
+    if size == 2 and width % ALIGNED:
+        products *= UNALIGNED
     if count % software.softmax_batch == 0 and model.seq <= 2048:
         softmax, kernels = (1.5 if model.causal else 2.0) * scores, 1
     else:  # scale, mask, softmax, each on its own
@@ -223,10 +233,7 @@ def _attention(
     forward = products * software.narrow_products + moved_s(
         device, software.score_passes * (softmax + dropped), kernels + 1
     )
-    back = 2 * (
-        gemm_s(device, seq, width, seq, count, precision)
-        + gemm_s(device, seq, seq, width, count, precision)
-    )
+    back = 2 * products
     softmax_back = (3 if kernels == 1 else 7) * scores
     backward = back * software.narrow_products + moved_s(
         device, software.score_passes * (softmax_back + dropped), kernels + 1

@@ -93,6 +93,10 @@ class Machine:
     devices_per_domain: int = 1
     """Devices that `intra` connects where they are of several nodes, as in a rack; else fewer than a node
     has."""
+    devices_per_board: int = 1
+    """Devices that have links to each other, where a node has several such boards; 1: all of a node."""
+    board_bandwidth: float = 0.0
+    """Bytes a second that pass each member of a ring over several boards of a node."""
     skew: float = 0.005
     """Standard deviation of one device's speed over the devices of the machine, as a share of the mean; a
     step waits for the slowest of them."""

@@ -113,10 +113,13 @@ def _broadcast_s(machine: Machine, num_bytes: float, group: Group) -> float:
 
 
 def ring_bandwidth(machine: Machine, group: Group) -> float:
-    """Bytes a second that pass each member of a ring: its own link's, or its node's NICs' where the
-    ring crosses nodes, of which a group has the share of its members in the node."""
+    """Bytes a second that pass each member of a ring: its own link's, that between boards of its node, or
+    its node's NICs' where the ring crosses nodes, of which a group has the share of its members there."""
     intra = machine.intra
-    inside = intra.bandwidth * (intra.efficiency if group.size > 2 else intra.pair_efficiency)
+    bandwidth = intra.bandwidth
+    if 1 < machine.devices_per_board < group.per_node and machine.board_bandwidth:
+        bandwidth = machine.board_bandwidth
+    inside = bandwidth * (intra.efficiency if group.size > 2 else intra.pair_efficiency)
     if group.nodes == 1:
         return inside
     share = group.per_node / machine.devices_per_node

@@ -22,7 +22,7 @@ SHARES: Final = (
 """Of what a data sheet says, more than 0 and at most 1."""
 PARTS: Final = ("overlap_cost", "skew")
 """From 0 to 1."""
-COUNTS: Final = ("num_sms", "devices_per_node", "devices_per_domain")
+COUNTS: Final = ("num_sms", "devices_per_node", "devices_per_domain", "devices_per_board")
 ABOVE: Final = ("memory_bytes", "memory_bandwidth", "bandwidth")
 """More than 0; every other number may be 0."""
 

@@ -56,6 +56,10 @@ MOST_OPERATIONS: Final = 5_000_000
 """Of a schedule that is played out: about three seconds."""
 
 
+SAME_WORK: Final = 2.0
+"""Counts of FLOPs of one step differ by less: with recompute or without, attention or not."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """A row's figures; None where it has none."""
@@ -141,7 +145,9 @@ def read_row(row: Row, index: int = 0) -> ReadRow:
         row = renamed(row)
         job, guessed = _read_job(row)
         _require_possible(row, job)
-        return ReadRow(name, group, job, read_measured(row), guessed, wrong)
+        measured = read_measured(row)
+        _require_one_work(job, measured)
+        return ReadRow(name, group, job, measured, guessed, wrong)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise Unreadable(
             f"a field is missing or is no number ({shown(str(error))[1:-1]})"
@@ -156,6 +162,8 @@ def _read_job(row: Row) -> tuple[Job, str]:
     model = read_model(row)
     software, guessed = read_software(row)
     machine, likened = read_machine(row)
+    if software.attention != "flash" and not whole(row["model"], "heads"):
+        raise Unreadable("the number of heads is not stated, and attention stores scores for each")
     tp, pp, cp, ep, virtual = (whole(layout, name) or 1 for name in ("tp", "pp", "cp", "ep", "vp"))
     for name, size in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("vp", virtual)):
         if size < 0:
@@ -282,6 +290,18 @@ def _require_divisible(row: Row, job: Job) -> None:
     if model.experts and (job.dp * job.tp * job.cp) % (job.ep * (job.expert_tp or job.tp)):
         raise Unreadable(
             f"the {job.dp * job.tp * job.cp} ranks of a stage do not divide over ep={job.ep}"
+        )
+
+
+def _require_one_work(job: Job, measured: Measured) -> None:
+    """A time and a rate are of the same work, the batch's; counts of it differ, but not so much."""
+    if not measured.seconds or not measured.tflops:
+        return
+    said = measured.seconds * measured.tflops * 1e12 * job.devices
+    ratio = said / job.model.step_flops(job.tokens, measured.flops_kind)
+    if not 1 / SAME_WORK < ratio < SAME_WORK:
+        raise Unreadable(
+            f"its time and its rate are of {ratio:.2g} times the work that its batch is"
         )
 
 

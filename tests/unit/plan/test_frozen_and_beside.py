@@ -199,3 +199,54 @@ def test_compiling_changes_nothing_in_float32_attention() -> None:
     ]
     eager, compiled = (predict(job).time.attention for job in jobs)
     assert compiled == pytest.approx(eager, rel=0.05)
+
+
+def bloom(**changes: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "id": "b", "set": "mine", "source": {"repo": "bigscience-workshop/bigscience"},
+        "hardware": {"gpu": "A100-SXM4-80GB", "gpus_per_node": 8, "notes": "Jean Zay JZ3"},
+        "model": {"arch": "gpt", "layers": 72, "hidden": 13824, "heads": 64, "seq": 2048,
+                  "vocab": 250880},
+        "layout": {"gpus": 384, "dp": 8, "tp": 4, "pp": 12, "zero": 1, "microbatch": 4,
+                   "global_batch": 2048, "recompute": "full", "precision": "fp16"},
+        "measured": {"iter_s": 111.89},
+    }  # fmt: skip
+    for place, value in changes.items():
+        section, _, key = place.partition("__")
+        row[section][key] = value
+    return row
+
+
+def test_layers_split_over_two_boards_of_a_node() -> None:
+    machine = read_row(bloom()).job.machine
+    assert (machine.name, machine.devices_per_board) == ("jean-zay", 4)
+    whole = machine.replace(devices_per_board=1)
+    for size, slower in ((4, False), (8, True)):
+        boards, one = (
+            collective_s(m, "all_reduce", 1e8, Group(size, size)) for m in (machine, whole)
+        )
+        assert (boards > 2 * one) == slower
+        assert slower or boards == one
+    # Between nodes the NICs are what a ring waits for.
+    assert ring_bandwidth(machine, Group(64, 8)) == ring_bandwidth(whole, Group(64, 8))
+
+
+def test_heads_whose_width_tensor_cores_cannot_read() -> None:
+    def attention(heads: int) -> float:
+        return predict(read_row(bloom(model__heads=heads)).job).time.attention
+
+    assert attention(96) < 1.5 * attention(64)  # 144 and 216 wide
+    assert attention(128) > 4 * attention(64)  # 108 wide
+    with pytest.raises(Unreadable, match="number of heads is not stated"):
+        read_row(bloom(model__heads=None))
+    assert bridge(model__heads=None).model.heads == 64  # where no scores are stored, it is guessed
+
+
+def test_a_time_and_a_rate_of_other_work_are_refused() -> None:
+    flops = read_row(bloom()).job.model.step_flops(2048 * 2048, "hardware x4")
+    rate = flops / 111.89 / 384 / 1e12
+    row = bloom(measured__tflops_per_gpu=rate, measured__tflops_kind="hardware x4 fwd")
+    assert read_row(row).measured.tflops == pytest.approx(rate)
+    row["layout"]["global_batch"] = 8192  # four times what was run
+    with pytest.raises(Unreadable, match=r"of 0.25 times the work"):
+        read_row(row)
