@@ -1,12 +1,12 @@
 """Linear layers that read the same input, computed as one product: `tune.merge`.
 
 Three products of N columns leave the device partly idle three times, and their input gradients are three
-matrices that are then added up; one product of 3N columns does neither. Modules and parameters stay what
-they are, so optimizers and checkpoints know nothing of it. The module around the layers (`siblings.py`
-finds both) computes their products when it is called, and passes its argument on as a tensor of its own
-that carries them; each layer takes its product from the tensor that it is given, or computes it where that
-is another one. So nothing is kept but in tensors that end with the call, and a compiler and a recomputation
-see plain arithmetic. Called by `apply.py`.
+matrices that are then added up; one product of 3N columns leaves it once, and backward adds to one sum.
+Modules and parameters stay what they are, so optimizers and checkpoints know nothing of it. The module
+around the layers (`siblings.py` finds both) computes their products when it is called, and passes its
+argument on as a tensor of its own that carries them; each layer takes its product from the tensor that it
+is given, or computes it where that is another one. So nothing is kept but in tensors that end with the
+call, and a compiler and a recomputation see plain arithmetic. Called by `apply.py`.
 
 A layer that is not called has no gradient, as without this; in compiled code its gradient is zeros.
 """
@@ -34,18 +34,18 @@ _CARRIED = "_ridgeline_products"
 class _Products(torch.autograd.Function):
     """x (T, I) and the layers' weights (O, I) and then biases (O) -> (T, O) for each layer.
 
-    Backward puts the weights together again, so that nothing is kept of them: a sharded replica has no
-    room for another copy. Compiled (`together`), the gradients are put together too, which costs nothing
-    where they are made; otherwise that would be a copy of all of them, and their products add to one sum.
+    Backward goes layer by layer and adds to one sum. To put the gradients side by side for one product
+    takes longer than it saves: eager it is a copy of them all, and compiled the kernels that make them
+    compute every part for every place (an H200, twice to four times their time).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, num_layers: int, together: bool, *parameters: Tensor
+        ctx: Any, x_TI: Tensor, num_layers: int, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:num_layers], parameters[num_layers:]
         ctx.set_materialize_grads(False)  # a layer that was not called is told from one with zeros
-        ctx.num_layers, ctx.together = num_layers, together
+        ctx.num_layers = num_layers
         ctx.of_biases = tuple(bias.dtype for bias in biases)
         ctx.save_for_backward(x_TI, *weights)
         turned_IO = _cat(weights, x_TI.dtype).t()
@@ -58,30 +58,24 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x_TI, *weights = ctx.saved_tensors  # once: see parallel/recompute.py
-        called = [index for index, grad in enumerate(grads) if grad is not None]
-        given = [grad for grad in grads if grad is not None]
         of_weights: list[Tensor | None] = [None] * ctx.num_layers
         of_biases: list[Tensor | None] = [None] * len(ctx.of_biases)
         grad_x = None
-        needs_x, *needs = ctx.needs_input_grad
-        needs_weights, needs_biases = needs[2 : 2 + ctx.num_layers], needs[2 + ctx.num_layers :]
-        # As one layer, or as one after the other.
-        parts = [called] if ctx.together and called else [[index] for index in called]
-        for part in parts:
-            grad_TO = torch.cat(given, 1) if len(part) > 1 else given[called.index(part[0])]
-            sizes = [weights[index].shape[0] for index in part]
+        needs_x, _, *needs = ctx.needs_input_grad
+        needs_weights, needs_biases = needs[: ctx.num_layers], needs[ctx.num_layers :]
+        for index, grad_TO in enumerate(grads):
+            if grad_TO is None:
+                continue
             if needs_x:
-                weight_OI = _cat([weights[index] for index in part], x_TI.dtype)
+                weight_OI = as_type(weights[index], x_TI.dtype)
                 grad_x = (
                     grad_TO @ weight_OI if grad_x is None else grad_x.addmm_(grad_TO, weight_OI)
                 )
-            if any(needs_weights[index] for index in part):
-                for index, made in zip(part, (grad_TO.t() @ x_TI).split(sizes), strict=True):
-                    of_weights[index] = as_type(made, weights[index].dtype)
-            if any(needs_biases[index] for index in part if needs_biases):
-                for index, made in zip(part, grad_TO.sum(0).split(sizes), strict=True):
-                    of_biases[index] = as_type(made, ctx.of_biases[index])
-        return grad_x, None, None, *of_weights, *of_biases
+            if needs_weights[index]:
+                of_weights[index] = as_type(grad_TO.t() @ x_TI, weights[index].dtype)
+            if needs_biases and needs_biases[index]:
+                of_biases[index] = as_type(grad_TO.sum(0), ctx.of_biases[index])
+        return grad_x, None, *of_weights, *of_biases
 
 
 def _cat(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
@@ -120,8 +114,7 @@ class Group:
         if self.scaling is not None:
             outs = linears(flat, weights, biases, self.scaling)
         else:
-            compiled = torch.compiler.is_compiling()
-            outs = _Products.apply(flat, len(weights), compiled, *weights, *biases)
+            outs = _Products.apply(flat, len(weights), *weights, *biases)
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
 
 
