@@ -60,12 +60,25 @@ def build(kind: str, device: str, shrink: int) -> tuple[list[Any], Any, float]:
     return parameters, optimizer, sum(p.numel() for p in parameters) * per
 
 
+def try_tiles(kind: str, optimizer: Any, num_bytes: float, time_one: Callable[..., None]) -> None:
+    from ridgeline.optim import kernels
+
+    shipped = kernels.TILE, kernels.WARPS
+    for kernels.TILE, kernels.WARPS in (*TILES, shipped):
+        optimizer._kernels._tiles.clear()
+        if shipped != (kernels.TILE, kernels.WARPS):
+            name = f"{kind}, tiles of {kernels.TILE}, {kernels.WARPS} warps"
+            time_one(name, optimizer.step, num_bytes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiles", action="store_true", help="other sizes of the kernel too")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    if options.tiles and options.device != "cuda":
+        parser.error("--tiles is of a kernel for CUDA; leave it out")
     import torch
 
     from ridgeline.optim.update import _norm_of
@@ -81,12 +94,8 @@ def main() -> None:
     for kind in ("torch, fused", "masters", "stochastic"):
         parameters, optimizer, num_bytes = build(kind, options.device, shrink)
         time_one(kind, optimizer.step, num_bytes)
-        for tile, warps in TILES if options.tiles and kind != "torch, fused" else ():
-            from ridgeline.optim import kernels
-
-            kernels.TILE, kernels.WARPS = tile, warps
-            optimizer._kernels._tiles.clear()
-            time_one(f"{kind}, tiles of {tile}, {warps} warps", optimizer.step, num_bytes)
+        if options.tiles and kind != "torch, fused":
+            try_tiles(kind, optimizer, num_bytes, time_one)
         gradients = [p.grad for p in parameters]
         size = sum(g.numel() * g.element_size() for g in gradients)
         time_one(f"{kind}: norm", lambda gradients=gradients: _norm_of(gradients), size)

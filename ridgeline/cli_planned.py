@@ -168,6 +168,7 @@ def trace_model(name: str, overrides: list[str], inputs: list[str]) -> ModuleFac
 
 
 def change_machine(machine: Machine, changes: list[str]) -> Machine:
+    from ridgeline.plan.machine import require_links
     from ridgeline.plan.profile import read_number
     from ridgeline.plan.show import read_place
 
@@ -186,4 +187,6 @@ def change_machine(machine: Machine, changes: list[str]) -> Machine:
             machine = machine.replace(**{head: {**inside, key: number}})
         else:
             machine = machine.replace(**{name: number})
+    if any(text.startswith(("devices_per_board", "devices_per_domain")) for text in changes):
+        require_links(machine)
     return machine

@@ -44,7 +44,9 @@ _FREE = re.compile(
     r"_reshape_alias|set_|resize_|record_stream|broadcast_tensors|movedim|view_as|expand_as)$"
     r"|^autograd::engine|Backward\d+$|^torch::autograd::|^detach$|^Torch-Compiled|^CompiledFunction"
 )
-_OPTIMIZER = re.compile(r"multi_tensor_apply|fused_(adam|sgd)|FusedAdam|_fused_adam|_fused_sgd|^_adamw$")
+_OPTIMIZER = re.compile(
+    r"multi_tensor_apply|fused_(adam|sgd)|FusedAdam|_fused_adam|_fused_sgd|^_adamw$"
+)
 
 _KERNEL_MATRIX = re.compile(
     r"gemm|gemv|cutlass|nvjet|xmma|cublas|_s16816|splitK|triton_tem_|sgemm|dgemm|Cijk_",

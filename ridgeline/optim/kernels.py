@@ -42,7 +42,7 @@ def _store(places, values, inside, MASKED: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit  # type: ignore[misc,unused-ignore]
 def _round_by_chance(values, places, seed):  # type: ignore[no-untyped-def]
-    """As `chance` and `round_by_chance` of `stochastic.py`."""
+    """As `chance` and `round_by_chance` of `narrow.py`."""
     x = places ^ seed
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975

@@ -23,6 +23,8 @@ _LOW = 0xFFFF
 """The half of a float32 that bf16 does not have."""
 ALIGNED = 16
 """Bytes that a kernel reads at a time."""
+TABLES = 16
+"""Lists of tiles that are kept: one a group and kind, more where some parameters have no gradient."""
 
 
 class Row(NamedTuple):
@@ -185,20 +187,23 @@ class Kernels:
         first = rows[0]
         device, narrow = first.wide.device, torch.bfloat16
         lengths = tuple(row.wide.numel() for row in rows)
-        if (lengths, device) not in self._tiles:
-            self._tiles[lengths, device] = kernels.list_tiles(lengths, device)
+        tiles = self._tiles.pop((lengths, device), None)
+        if tiles is None:
+            tiles = kernels.list_tiles(lengths, device)
+        self._tiles[lengths, device] = tiles  # the last used is the last
+        if len(self._tiles) > TABLES:
+            del self._tiles[next(iter(self._tiles))]
         if divisor is None:
             if device not in self._ones:
                 self._ones[device] = torch.ones((), device=device)
             divisor = self._ones[device]
         table, is_aligned = list_rows(rows)
-        if device.type == "cuda":
-            # Gradients are elsewhere in every step; nobody waits for a copy from pinned memory.
-            table = table.pin_memory().to(device, non_blocking=True)
+        # Gradients are elsewhere in every step; nobody waits for a copy from pinned memory.
+        table = table.pin_memory().to(device, non_blocking=True)
         with torch.cuda.device_of(first.wide):
             kernels.update(
                 table,
-                self._tiles[lengths, device],
+                tiles,
                 divisor.to(torch.float32),
                 (
                     numbers.shrink, numbers.size, 1 / numbers.root, numbers.share1, numbers.beta2,

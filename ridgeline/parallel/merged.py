@@ -40,9 +40,7 @@ class _Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TI: Tensor, num_layers: int, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_TI: Tensor, num_layers: int, *parameters: Tensor) -> tuple[Tensor, ...]:
         weights, biases = parameters[:num_layers], parameters[num_layers:]
         ctx.set_materialize_grads(False)  # a layer that was not called is told from one with zeros
         ctx.num_layers = num_layers

@@ -19,7 +19,7 @@ def layer_activations(job: Job, scores: bool = True) -> float:
     stream = tokens * model.hidden / (t if job.sp else 1)
     # What a product was given is kept as it was multiplied: where that was in 8 bits, attention's result,
     # which its own backward reads as well, is kept twice.
-    narrow = job.precision == "fp8"
+    narrow = job.precision == "fp8" and job.software.keeps_narrow
     given = 1.0 if narrow else size
     # Each norm's input, what it makes for the next product, and dropout's mask after it.
     total = 2 * (size + given) * stream + (2.0 * stream if model.dropout else 0.0)

@@ -21,7 +21,7 @@ from ridgeline.errors import UsageError
 from ridgeline.layout import AUTO, Layout, read_auto
 from ridgeline.plan.machine import Machine, load_machine
 from ridgeline.plan.measured import load_measured
-from ridgeline.plan.own_machine import PROFILES, named_device, profile_of
+from ridgeline.plan.own_machine import PROFILES, machine_of, named_device, profile_of
 from ridgeline.plan.recipe import Trace, plan_recipe, predict_recipe
 from ridgeline.plan.search import Found, Planned
 from ridgeline.plan.show import TIME_PARTS
@@ -234,9 +234,7 @@ def find_machine(config: RunConfig, place: Place) -> tuple[Machine, str]:
                 f"{place.device_name} has no profile (there are {', '.join(PROFILES)}); name one with "
                 "plan.machine, or a file of it"
             )
-        machine = _with_nodes(load_machine(near.profile), place.per_node)
-        if near.memory_bytes:
-            machine = machine.replace(**{"device.memory_bytes": near.memory_bytes})
+        machine = _with_nodes(machine_of(near), place.per_node)
         if profile is None:
             how = f"the nearest to {place.device_name}; plan.machine names another"
             return machine, f"profile {near.profile}, {how}"

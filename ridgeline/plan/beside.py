@@ -104,8 +104,8 @@ def host_bytes(job: Job, count: float, layers: int, in_flight: int) -> float:
     if job.offload in ("optimizer", "params"):
         return 16.0 * own  # weights, their gradients and two moments in float32
     if job.offload == "activations":
-        count = min(job.offload_layers or layers, layers)
-        return _kept(job) * count / job.virtual * in_flight
+        moved = min(job.offload_layers or layers, layers)
+        return _kept(job) * moved / job.virtual * in_flight
     return 0.0
 
 

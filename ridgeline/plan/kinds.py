@@ -87,23 +87,26 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // n for n in low)}))
 
 
-def _inside(machine: Machine) -> tuple[int, ...]:
-    """Numbers of devices that the fast links can connect."""
-    if machine.reach == machine.devices_per_node:
-        return divisors(machine.devices_per_node)
-    return tuple(range(1, machine.reach + 1))
+def _splits(model: Transformer, machine: Machine) -> tuple[int, ...]:
+    """Numbers of ranks to split layers over: parts of a node, or whole nodes of a rack, over which keys and
+    values are split as well."""
+    per_node = machine.devices_per_node
+    beyond = range(2 * per_node, machine.reach + 1, per_node)
+    kv_heads = model.kv_heads or model.heads
+    found = (*divisors(per_node), *(n for n in beyond if kv_heads % n == 0))
+    return tuple(n for n in found if model.heads % n == 0)
 
 
 def _transformer_choices(model: Transformer, machine: Machine) -> Choices:
     return Choices(
-        tuple(t for t in _inside(machine) if model.heads % t == 0),
+        _splits(model, machine),
         tuple(c for c in (1, 2, 4, 8, 16) if c == 1 or model.seq // c >= LEAST_PIECE),
         model.layers,
     )
 
 
 def _module_choices(model: ModuleFacts, machine: Machine) -> Choices:
-    inside = _inside(machine)
+    inside = divisors(machine.devices_per_node)
     tiles = [(1, 1)]
     convolves = any(block.halos for block in model.blocks)
     attends = any(block.costs["wide"].forward.attention for block in model.blocks)

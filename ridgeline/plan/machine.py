@@ -122,10 +122,11 @@ class Machine:
         return max(self.devices_per_node, self.devices_per_domain)
 
     def reach_of(self, count: int) -> int:
-        """As many of `count` devices as `intra` connects, if jobs get the same number of each rack."""
-        if self.reach == self.devices_per_node:
-            return min(count, self.reach)
-        return max(n for n in range(1, min(count, self.reach) + 1) if count % n == 0)
+        """As many of `count` devices as `intra` connects, where a job gets as many nodes of each rack."""
+        per_rack = self.reach // self.devices_per_node
+        nodes = -(-count // self.devices_per_node)
+        racks = -(-nodes // per_rack)
+        return min(count, self.devices_per_node * -(-nodes // racks))
 
     def replace(self, **changes: Any) -> Machine:
         """The same machine with some values changed; dots go inside, as in `inter.bandwidth`. What was
@@ -207,7 +208,24 @@ def machine_from_dict(values: Any) -> Machine:
             raise UsageError(f"programs.{name} is {factors!r}; give its factors by their names")
         values = {n: read_number(f"programs.{name}.{n}", v) for n, v in factors.items()}
         found["programs"][name] = values
-    return Machine(**found)
+    machine = Machine(**found)
+    require_links(machine)
+    return machine
+
+
+def require_links(machine: Machine) -> None:
+    """Boards and racks hold whole numbers of each other, and boards say how they are connected."""
+    per_node, board = machine.devices_per_node, machine.devices_per_board
+    if board > 1 and (per_node % board or not machine.board_bandwidth):
+        raise UsageError(
+            f"devices_per_board={board} of {per_node} devices a node with "
+            f"board_bandwidth={machine.board_bandwidth:g}; give a part of a node and bytes a second"
+        )
+    if machine.devices_per_domain > 1 and machine.devices_per_domain % per_node:
+        raise UsageError(
+            f"devices_per_domain={machine.devices_per_domain} is no multiple of the {per_node} devices of "
+            "a node; give how many devices the links of a rack connect"
+        )
 
 
 def require_precision(machine: Machine, precision: str, place: str) -> None:

@@ -30,6 +30,8 @@ class Group:
     size: int
     per_node: int
     """Members that share a node, or a rack whose devices have links of their own."""
+    stride: int = 1
+    """How far apart members are."""
 
     @property
     def nodes(self) -> int:
@@ -38,10 +40,8 @@ class Group:
 
 def group_of(machine: Machine, size: int, stride: int) -> Group:
     """The group of `size` ranks that are `stride` apart in the order of ranks."""
-    per_node = max(1, min(size, machine.reach // max(stride, 1)))
-    if machine.reach > machine.devices_per_node:
-        per_node = max(n for n in range(1, per_node + 1) if size % n == 0)
-    return Group(size, per_node)
+    stride = max(stride, 1)
+    return Group(size, max(1, min(size, machine.reach_of(size * stride) // stride)), stride)
 
 
 def collective_s(machine: Machine, kind: str, num_bytes: float, group: Group) -> float:
@@ -117,14 +117,14 @@ def ring_bandwidth(machine: Machine, group: Group) -> float:
     its node's NICs' where the ring crosses nodes, of which a group has the share of its members there."""
     intra = machine.intra
     bandwidth = intra.bandwidth
-    if 1 < machine.devices_per_board < group.per_node and machine.board_bandwidth:
+    if 1 < machine.devices_per_board <= (group.per_node - 1) * group.stride:
         bandwidth = machine.board_bandwidth
     inside = bandwidth * (intra.efficiency if group.size > 2 else intra.pair_efficiency)
     if group.nodes == 1:
         return inside
     share = group.per_node / machine.devices_per_node
     across = machine.inter.bandwidth * machine.inter.efficiency * share
-    if 1 < group.per_node < machine.devices_per_node:
+    if 1 < group.per_node < machine.devices_per_node == machine.reach:
         across *= PARTIAL
     return min(inside, across) if group.per_node > 1 else across
 

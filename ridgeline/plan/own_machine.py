@@ -120,6 +120,18 @@ def named_device(name: str, place: str = "") -> NamedDevice | None:
     return NamedDevice(device, profile, memory, other or len(stated) > 1, vague)
 
 
+def machine_of(named: NamedDevice) -> Machine:
+    """The profile as it is of the named device. One with another processor beside it (B200, taken as GB200)
+    has neither the rack nor the host of the profile's."""
+    machine = load_machine(named.profile)
+    if named.profile.startswith("gb") and not named.device.startswith("gb"):
+        alone = {"devices_per_domain": 1, "host_link_bandwidth": 0.0, "host_memory_bytes": 0.0}
+        machine = machine.replace(**alone)
+    if named.memory_bytes:
+        machine = machine.replace(**{"device.memory_bytes": named.memory_bytes})
+    return machine
+
+
 def mentioned_device(text: str) -> NamedDevice | None:
     """The device that a longer text is about; None where it mentions none, or several."""
     found = list(_DEVICE.finditer(text.lower()))
@@ -151,9 +163,7 @@ def machine_from_file(content: Mapping[str, Any], fit: Fit) -> Machine:
         )
     profile = profile_of(name)
     near = named_device(name) if kind == "cuda" else None
-    base = load_machine(profile or (near.profile if near else LIKE.get(kind, "h100")))
-    if near is not None and near.memory_bytes:
-        base = base.replace(**{"device.memory_bytes": near.memory_bytes})
+    base = machine_of(near) if near else load_machine(profile or LIKE.get(kind, "h100"))
     per_node = max((max(row["ranks_per_node"]) for row in used), default=None)
     if per_node is None:
         per_node = 1 if kind == "cpu" else base.devices_per_node
@@ -331,6 +341,8 @@ def _with_links(machine: Machine, rows: Sequence[Row], like: str) -> tuple[Machi
         link = link_of(tables, crosses, machine.devices_per_node)
         if link is not None:
             machine = machine.replace(**{name: link})
+            if crosses:  # whatever connects nodes, a rack's links too, this is what it does
+                machine = machine.replace(devices_per_domain=1)
         elif crosses or machine.devices_per_node > 1:
             assumed.append(f"links {where}, as {like}'s: not measured")
     return machine.replace(tables=tables), assumed

@@ -107,8 +107,10 @@ def offloaded_layers(row: Row, software: Software, profile: str) -> tuple[int, s
     is_recipe = (
         software.name == MEGATRON_BRIDGE.name
         and whole(layout, "fsdp") > 1
-        and "70b" in str(model.get("name")).lower()
+        and (whole(model, "layers"), whole(model, "hidden")) == (80, 8192)
         and "fp8" in str(layout.get("precision")).lower()
+        and layout.get("recompute") is None
+        and layout.get("act_offload") is None
     )
     count = BRIDGE_OFFLOADS.get(profile, 0) if is_recipe else 0
     why = f"activations of {count} layers are on the host, as in Megatron-Bridge's recipe"

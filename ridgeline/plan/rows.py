@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from ridgeline.errors import UsageError
 from ridgeline.plan.job import Job
-from ridgeline.plan.machine import Machine, load_machine
-from ridgeline.plan.own_machine import mentioned_device, named_device
+from ridgeline.plan.machine import Machine
+from ridgeline.plan.own_machine import machine_of, mentioned_device, named_device
 from ridgeline.plan.programs import offloaded_layers, read_software, source_words
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
@@ -162,7 +162,7 @@ def _read_job(row: Row) -> tuple[Job, str]:
     model = read_model(row)
     software, guessed = read_software(row)
     machine, likened = read_machine(row)
-    if software.attention != "flash" and not whole(row["model"], "heads"):
+    if software.attention != "flash" and not _stated_heads(row):
         raise Unreadable("the number of heads is not stated, and attention stores scores for each")
     tp, pp, cp, ep, virtual = (whole(layout, name) or 1 for name in ("tp", "pp", "cp", "ep", "vp"))
     for name, size in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep), ("vp", virtual)):
@@ -377,6 +377,11 @@ def _precision(text: str) -> str:
     return found
 
 
+def _stated_heads(row: Row) -> int:
+    args: Mapping[str, Any] = row["layout"].get("args") or {}
+    return whole(row["model"], "heads") or whole(args, "--num-attention-heads")
+
+
 def read_model(row: Row) -> Transformer:
     facts = row["model"]
     args: Mapping[str, Any] = row["layout"].get("args") or {}
@@ -399,7 +404,7 @@ def read_model(row: Row) -> Transformer:
     if args.get("--multi-latent-attention"):
         raise Unreadable("latent attention is not modelled")
     # The number of heads is left out of some rows; 128 wide is what such models have.
-    heads = whole(facts, "heads") or max(hidden // 128, 1)
+    heads = _stated_heads(row) or max(hidden // 128, 1)
     llama = arch == "llama"
     gated = llama or bool(args.get("--swiglu"))
     ffn = whole(facts, "ffn") or whole(args, "--ffn-hidden-size")
@@ -450,7 +455,7 @@ def read_machine(row: Row) -> tuple[Machine, str]:
         named = mentioned_device(source_words(row))  # test results carry the device in their name
     if named is None:
         raise Unreadable(f"the device {shown(hardware.get('gpu'))} has no profile")
-    machine = load_machine(named.profile)
+    machine = machine_of(named)
     guessed = ""
     if named.is_other or named.is_vague or not gpu:
         size = f" with {named.memory_bytes / 1e9:.0f}e9 bytes" if named.memory_bytes else ""
@@ -459,10 +464,6 @@ def read_machine(row: Row) -> tuple[Machine, str]:
         guessed = f"{name} taken as {machine.device.name}{size}{why}"
     per_node = whole(hardware, "gpus_per_node") or machine.devices_per_node
     changes: dict[str, Any] = {"devices_per_node": per_node}
-    if named.is_other:
-        changes["devices_per_domain"] = 1  # of a rack that the device is not known to be in
-    if named.memory_bytes:
-        changes["device.memory_bytes"] = named.memory_bytes
     if named.device in ("a800", "h800"):
         changes["intra.bandwidth"] = 200e9  # the same devices with fewer links
     if rate := quantity(hardware, "inter_Gbps_per_node"):

@@ -28,6 +28,8 @@ class Software:
     """The sequence is split wherever layers are, unless it is said that it is not."""
     usual_zero: int = 0
     """What of a replica's state is sharded where nothing is said about it."""
+    keeps_narrow: bool = False
+    """What products in 8 bits were given is kept for backward in 8 bits."""
     overlap_dp: bool = False
     """Gradients are reduced while the last backward runs."""
     overlap_pp: bool = False
@@ -114,7 +116,7 @@ DEEPSPEED_ZERO3: Final = replace(
 MEGATRON_CORE: Final = Software(
     "megatron-core", overlap_tp_backward=True, overlap_dp=True, overlap_pp=True,
     fused_gradient_sum=True, optimizer_bytes_moved=50.0, host_share=1.8, dummy_gradients=True,
-    flash_share=1.45, pads_vocab=True, fp8_casts=0.0,
+    flash_share=1.45, pads_vocab=True, fp8_casts=0.0, keeps_narrow=True,
 )  # fmt: skip
 MEGATRON_BRIDGE: Final = replace(
     MEGATRON_CORE, name="megatron-bridge", overlap_tp=True, always_sp=True, usual_zero=1

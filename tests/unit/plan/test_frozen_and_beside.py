@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
+from ridgeline.cli_planned import change_machine
+from ridgeline.config import RunConfig
+from ridgeline.errors import UsageError
+from ridgeline.plan import own_machine
 from ridgeline.plan.activations import layer_activations
+from ridgeline.plan.auto import Place, find_machine
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import PLAIN_ATTENTION, flash_s
 from ridgeline.plan.kinds import kind_of
@@ -113,6 +118,12 @@ def test_activations_of_some_layers_on_the_host() -> None:
     assert "40 layers are on the host" in read_row(row).guessed
     assert bridge(**sharded, hardware__gpu="DGX-GB300").offload_layers == 20
     assert bridge(**sharded, layout__precision="bf16").offload == "none"
+    for said in (
+        {"layout__act_offload": 0},
+        {"layout__recompute": "full"},
+        {"model__hidden": 4096},
+    ):
+        assert bridge(**sharded, **said).offload == "none"
     here = replace(away, offload="none")
     assert predict_memory(away).activations == pytest.approx(predict_memory(here).activations / 2)
     assert predict_memory(away).host == pytest.approx(predict_memory(away).activations)
@@ -132,6 +143,10 @@ def test_what_a_product_was_given_is_kept_in_eight_bits() -> None:
     both = 2 * (2 * h + (2 * h + 2 * kv) + 2 * ffn)
     sums = 4 * 64
     assert layer_activations(narrow) == pytest.approx(4096 * (both + inputs + sums))
+    other = replace(
+        narrow, software=SOFTWARE["torchtitan"]
+    )  # whose products cast what is kept wide
+    assert layer_activations(other) == layer_activations(wide)
     assert layer_activations(wide) == pytest.approx(4096 * (both + 2 * (inputs - h) + sums))
 
 
@@ -139,11 +154,16 @@ def test_links_that_go_beyond_a_node() -> None:
     rack = load_machine("gb200")
     alone = rack.replace(devices_per_domain=1)
     assert (rack.reach, alone.reach) == (72, 4)
-    assert [rack.reach_of(n) for n in (8, 64, 72, 128, 256, 100)] == [8, 64, 72, 64, 64, 50]
+    # As many nodes of each rack, and never a part of a node.
+    assert [rack.reach_of(n) for n in (8, 64, 72, 76, 128, 256)] == [8, 64, 72, 40, 64, 64]
     assert [alone.reach_of(n) for n in (2, 8, 256)] == [2, 4, 4]
     assert group_of(rack, 64, 1) == Group(64, 64)
-    assert group_of(rack, 64, 4) == Group(64, 16)
-    assert group_of(alone, 64, 4) == Group(64, 1)
+    assert group_of(rack, 64, 4) == Group(64, 16, 4)
+    assert group_of(rack, 19, 4) == Group(19, 10, 4)
+    assert group_of(alone, 64, 4) == Group(64, 1, 4)
+    for first, second in ((1, 2), (2, 4), (4, 16)):  # more members in a rack have more of its NICs
+        one, other = (ring_bandwidth(rack, Group(4 * n, n, 8)) for n in (first, second))
+        assert one < other
     inside, across = (collective_s(m, "all_reduce", 1e9, group_of(m, 16, 1)) for m in (rack, alone))
     assert inside < across / 2
     # Beyond it, a rack has the NICs of all its nodes.
@@ -155,14 +175,34 @@ def test_links_that_go_beyond_a_node() -> None:
     small = bridge(layout__gpus=64, layout__dp=16)
     assert not any(small.crosses_nodes(rank) for rank in range(3))
     other = read_row(copy.deepcopy(BRIDGE) | {"hardware": {"gpu": "B200", "gpus_per_node": 8}})
-    assert other.job.machine.reach == 8
+    place = Place(16, 8, 16, "NVIDIA B200")
+    for machine in (other.job.machine, find_machine(RunConfig(device="cuda"), place)[0]):
+        assert (machine.reach, machine.host_link_bandwidth) == (8, 0.0)
+    assert find_machine(RunConfig(device="cuda"), Place(16, 4, 16, "NVIDIA GB200"))[0].reach == 72
+    with pytest.raises(UsageError, match="no multiple of the 4 devices"):
+        change_machine(rack, ["devices_per_domain=10"])
+    with pytest.raises(UsageError, match="board_bandwidth=0"):
+        change_machine(load_machine("h100"), ["devices_per_board=4"])
+    assert change_machine(rack, ["devices_per_domain=36"]).reach == 36
+
+
+def test_what_was_measured_between_nodes_counts_in_a_rack_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rack = load_machine("gb200")
+    monkeypatch.setattr(own_machine, "tables_of", lambda rows: ())
+    monkeypatch.setattr(own_machine, "link_of", lambda tables, crosses, devices: rack.inter)
+    measured, assumed = own_machine._with_links(rack, [{}], "gb200")
+    assert (measured.reach, assumed) == (4, [])
 
 
 def test_a_search_splits_layers_over_a_rack() -> None:
-    model = bridge().model
-    choices = kind_of(model).choices(model, load_machine("gb200"))
-    assert {1, 2, 4, 8, 16, 32, 64} <= set(choices.tp)
-    assert max(kind_of(model).choices(model, load_machine("h100")).tp) == 8
+    """Over whole nodes, as far as keys and values can be split too."""
+    model, rack = bridge().model, load_machine("gb200")
+    many = replace(model, kv_heads=64)
+    assert kind_of(model).choices(model, rack).tp == (1, 2, 4, 8)
+    assert kind_of(many).choices(many, rack).tp == (1, 2, 4, 8, 16, 32, 64)
+    assert kind_of(many).choices(many, load_machine("h100")).tp == (1, 2, 4, 8)
 
 
 def test_communication_takes_from_what_computes_and_not_the_other_way_round() -> None:
@@ -227,6 +267,9 @@ def test_layers_split_over_two_boards_of_a_node() -> None:
         )
         assert (boards > 2 * one) == slower
         assert slower or boards == one
+    # Two members are on two boards where they are four apart.
+    assert ring_bandwidth(machine, group_of(machine, 2, 4)) < ring_bandwidth(machine, Group(2, 2))
+    assert ring_bandwidth(machine, group_of(machine, 2, 2)) == ring_bandwidth(machine, Group(2, 2))
     # Between nodes the NICs are what a ring waits for.
     assert ring_bandwidth(machine, Group(64, 8)) == ring_bandwidth(whole, Group(64, 8))
 
@@ -239,6 +282,8 @@ def test_heads_whose_width_tensor_cores_cannot_read() -> None:
     assert attention(128) > 4 * attention(64)  # 108 wide
     with pytest.raises(Unreadable, match="number of heads is not stated"):
         read_row(bloom(model__heads=None))
+    said = bloom(model__heads=None, layout__args={"--num-attention-heads": 96})
+    assert read_row(said).job.model.heads == 96
     assert bridge(model__heads=None).model.heads == 64  # where no scores are stored, it is guessed
 
 

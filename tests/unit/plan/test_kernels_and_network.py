@@ -76,7 +76,7 @@ def test_groups_that_share_a_node_share_its_nics() -> None:
 
 def test_stride_decides_who_shares_a_node() -> None:
     assert group_of(SELENE, 8, 1) == Group(8, 8)
-    assert group_of(SELENE, 16, 4) == Group(16, 2)
+    assert group_of(SELENE, 16, 4) == Group(16, 2, 4)
     assert group_of(SELENE, 16, 8).nodes == 16
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+import ridgeline.optim
 from ridgeline.optim.master import MasterAdamW
-from ridgeline.optim.narrow import Row, can_use_kernels, list_rows
+from ridgeline.optim.narrow import TABLES, Kernels, Numbers, Row, can_use_kernels, list_rows
 from ridgeline.optim.stochastic import StochasticAdamW
 
 SHAPES = [(6, 1), (10,), (1,), (3, 4), (0, 4), (64, 33)]
@@ -91,3 +95,22 @@ def test_the_table_of_a_kernel_has_addresses_lengths_and_seeds() -> None:
     assert table[1].tolist() == [t.data_ptr() for t in rows[1][:5]] + [40, 7]
     assert not list_rows([rows_of(40), rows_of(40, begin=1)])[1]
     assert not can_use_kernels(rows[0])  # on a CPU
+
+
+def test_lists_of_tiles_are_kept_for_the_last_groups_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters without a gradient now and then make other groups in every step."""
+    made: list[tuple[int, ...]] = []
+
+    def list_tiles(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+        made.append(lengths)
+        return torch.zeros(1, 2)
+
+    kernels = SimpleNamespace(list_tiles=list_tiles, update=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "ridgeline.optim.kernels", kernels)
+    monkeypatch.setattr(ridgeline.optim, "kernels", kernels, raising=False)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    launcher, numbers = Kernels(), Numbers(0.0, 0.1, 1.0, 0.1, 0.9, 0.1, 1e-8)
+    for length in (5, 5, *range(6, 6 + TABLES), 5, 5):
+        launcher.update([rows_of(length)], numbers, None)
+    assert len(launcher._tiles) == TABLES
+    assert made.count((5,)) == 2  # the second time it was long ago
