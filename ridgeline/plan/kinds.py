@@ -88,12 +88,14 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _splits(model: Transformer, machine: Machine) -> tuple[int, ...]:
-    """Numbers of ranks to split layers over: parts of a node, or whole nodes of a rack, over which keys and
-    values are split as well."""
-    per_node = machine.devices_per_node
-    beyond = range(2 * per_node, machine.reach + 1, per_node)
+    """Numbers of ranks to split layers over: parts of a node, or two, four, eight nodes of a rack, as far as
+    keys and values are split with them."""
+    found = list(divisors(machine.devices_per_node))
     kv_heads = model.kv_heads or model.heads
-    found = (*divisors(per_node), *(n for n in beyond if kv_heads % n == 0))
+    beyond = 2 * machine.devices_per_node
+    while beyond <= machine.reach and kv_heads % beyond == 0:
+        found.append(beyond)
+        beyond *= 2
     return tuple(n for n in found if model.heads % n == 0)
 
 

@@ -56,6 +56,10 @@ def _known_software(row: Row) -> Software | None:
         return DEEPSPEED_ZERO3
     if framework == "Megatron-DeepSpeed" or "bigscience" in source:
         software = MEGATRON_DEEPSPEED
+        if "bigscience" in source:
+            # Its runs hung unless every start of a kernel waited for the one before (CUDA_LAUNCH_BLOCKING,
+            # in the same chronicle): what the host takes for a kernel comes on top.
+            software = replace(software, sharpness=1.0)
         if "fp32 grad" in str(layout.get("precision")):
             # bf16 with float32 sums keeps the 16-bit gradients beside the sums.
             software = replace(software, gradient_bytes=6, reduce_bytes=4)

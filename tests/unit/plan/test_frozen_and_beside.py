@@ -274,6 +274,15 @@ def test_layers_split_over_two_boards_of_a_node() -> None:
     assert ring_bandwidth(machine, Group(64, 8)) == ring_bandwidth(whole, Group(64, 8))
 
 
+def test_starts_of_kernels_that_wait_come_on_top() -> None:
+    """As BLOOM's runs on Jean Zay were started; another's of the same program were not."""
+    other = bloom(layout__framework="Megatron-DeepSpeed")
+    other["source"] = {"repo": "somebody/else"}
+    waits, ahead = (read_row(row).job for row in (bloom(), other))
+    assert (waits.software.sharpness, ahead.software.sharpness) == (1.0, 4.0)
+    assert predict(waits).seconds > 1.01 * predict(ahead).seconds
+
+
 def test_heads_whose_width_tensor_cores_cannot_read() -> None:
     def attention(heads: int) -> float:
         return predict(read_row(bloom(model__heads=heads)).job).time.attention
