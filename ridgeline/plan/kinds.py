@@ -88,8 +88,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _splits(model: Transformer, machine: Machine) -> tuple[int, ...]:
-    """Numbers of ranks to split layers over: parts of a node, or two, four, eight nodes of a rack, as far as
-    keys and values are split with them."""
+    """Numbers of ranks to split layers over: parts of a node, or two, four, eight nodes of a rack, as far
+    as keys and values are split with them."""
     found = list(divisors(machine.devices_per_node))
     kv_heads = model.kv_heads or model.heads
     beyond = 2 * machine.devices_per_node
