@@ -8,6 +8,7 @@ a traced module (`general.py`) has in common with it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ridgeline.layout import Layout
@@ -64,11 +65,12 @@ class Placed:
 
     def crosses_nodes(self, rank: int) -> bool:
         """Whether the link from a stage to the next leaves the node."""
+        return self.crossings()[rank]
+
+    def crossings(self) -> tuple[bool, ...]:
+        """The same of every stage."""
         stride = self.tp * self.cp * self.dp * self.tiles
-        per_node = self.machine.reach_of(self.devices)
-        if self.devices <= per_node:
-            return False
-        return stride >= per_node or ((rank + 1) * stride) % per_node == 0
+        return _crossings(self.machine.reach_of(self.devices), self.devices, stride, self.pp)
 
 
 @dataclass(frozen=True)
@@ -128,17 +130,30 @@ class Job(Placed):
         """Ranks that hold the same part of the same experts."""
         return max(1, self.devices // (self.pp * self.ep * (self.expert_tp or self.tp)))
 
-    def layers_of(self, rank: int) -> list[int]:
+    def layers_of(self, rank: int) -> tuple[int, ...]:
         """Layers of each chunk of a stage; what does not divide goes to the stages in the middle,
         which have neither embedding nor head."""
-        places = self.pp * self.virtual
-        base, rest = divmod(self.model.layers, places)
-        first = (places - rest) // 2
-        chunks = (chunk * self.pp + rank for chunk in range(self.virtual))
-        return [base + (first <= place < first + rest) for place in chunks]
+        return _layers_of(self.model.layers, self.pp, self.virtual, rank)
 
     def replace(self, **changes: Any) -> Job:
         return replace(self, **changes)
+
+
+@lru_cache(maxsize=65536)
+def _layers_of(layers: int, pp: int, virtual: int, rank: int) -> tuple[int, ...]:
+    places = pp * virtual
+    base, rest = divmod(layers, places)
+    first = (places - rest) // 2
+    chunks = (chunk * pp + rank for chunk in range(virtual))
+    return tuple(base + (first <= place < first + rest) for place in chunks)
+
+
+@lru_cache(maxsize=65536)
+def _crossings(per_node: int, devices: int, stride: int, pp: int) -> tuple[bool, ...]:
+    if devices <= per_node:
+        return (False,) * pp
+    far = stride >= per_node
+    return tuple(far or (rank + 1) * stride % per_node == 0 for rank in range(pp))
 
 
 def job_from_layout(

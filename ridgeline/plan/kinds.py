@@ -87,13 +87,18 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // n for n in low)}))
 
 
+MOST_SPLIT: Final = 16
+"""Ranks of several nodes that layers are split over at most: every doubling makes a search half as long
+again, and what each rank has left of a layer's products is small."""
+
+
 def _splits(model: Transformer, machine: Machine) -> tuple[int, ...]:
-    """Numbers of ranks to split layers over: parts of a node, or two, four, eight nodes of a rack, as far
-    as keys and values are split with them."""
+    """Numbers of ranks to split layers over: parts of a node, or two or four nodes of a rack, as far as
+    keys and values are split with them."""
     found = list(divisors(machine.devices_per_node))
     kv_heads = model.kv_heads or model.heads
     beyond = 2 * machine.devices_per_node
-    while beyond <= machine.reach and kv_heads % beyond == 0:
+    while beyond <= min(machine.reach, MOST_SPLIT) and kv_heads % beyond == 0:
         found.append(beyond)
         beyond *= 2
     return tuple(n for n in found if model.heads % n == 0)

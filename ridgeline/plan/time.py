@@ -262,6 +262,7 @@ def lower_bound_s(job: Job) -> float:
     best = before = 0.0
     known: dict[tuple[int, ...], tuple[float, float, float]] = {}
     sends: dict[bool, float] = {}
+    crossings = job.crossings()
     for rank in range(job.pp):
         edge = 0 if rank == 0 else 2 if rank == job.pp - 1 else 1
         key = (edge, *job.layers_of(rank))
@@ -277,7 +278,7 @@ def lower_bound_s(job: Job) -> float:
                     backward[chunk] += b
             known[key] = (sum(forward), sum(backward), forward[0] + backward[0])
         ahead, back, first = known[key]
-        crosses = job.crosses_nodes(rank)
+        crosses = crossings[rank]
         if job.pp > 1 and crosses not in sends:
             sends[crosses] = send_s(job, rank)
         send = sends.get(crosses, 0.0)

@@ -746,7 +746,7 @@ def test_bubble(ranks: Any, schedule: str, num_microbatches: int, virtual: int) 
     Where other work keeps the cores busy, short sleeps drown in it: then again with longer ones.
     """
     ideal = ideal_bubble(4, num_microbatches, virtual)
-    for forward_s in (0.012, 0.04, 0.12):
+    for forward_s in (0.012, 0.04, 0.12, 0.4):
         timelines = ranks(4, run_sleepers, schedule, num_microbatches, virtual, forward_s)[0]
         best = min(timelines, key=lambda timeline: timeline.total_s)
         speed_up = 3 * forward_s * 4 * num_microbatches / best.total_s
