@@ -105,7 +105,7 @@ def _megatron_core(args: Mapping[str, Any], source: str, precision: str) -> Soft
     return software
 
 
-def offloaded_layers(row: Row, software: Software, profile: str) -> tuple[int, str]:
+def recipe_offload(row: Row, software: Software, profile: str) -> tuple[int, str]:
     """How many layers have their activations on the host though the row does not say so, and why."""
     layout, model = row["layout"], row["model"]
     is_recipe = (

@@ -19,7 +19,7 @@ from ridgeline.errors import UsageError
 from ridgeline.plan.job import Job
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.own_machine import machine_of, mentioned_device, named_device
-from ridgeline.plan.programs import offloaded_layers, read_software, source_words
+from ridgeline.plan.programs import read_software, recipe_offload, source_words
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
 from ridgeline.plan.words import (
@@ -194,7 +194,7 @@ def _read_job(row: Row) -> tuple[Job, str]:
         raise Unreadable("offloaded activations are not modelled")
     if args.get("--mtp-num-layers"):
         raise Unreadable("multi-token prediction is not modelled")
-    away, why = offloaded_layers(row, software, machine.name)
+    away, why = recipe_offload(row, software, machine.name)
     job = Job(
         model=model,
         machine=machine,
