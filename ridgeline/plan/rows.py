@@ -2,32 +2,33 @@
 
 A row states its model, hardware, layout and measurement in the words of its source. `read_row` turns it
 into a `Job` and the measured figures, or says in a sentence why it cannot. Facts that a source leaves out
-because they are its program's defaults are filled in here, by program, never by row. Called by
-`validate.py`.
+because they are its program's defaults are filled in here, by program, never by row; its figures are
+read in `figures.py`, and `possible.py` refuses what cannot have been run so. Called by `validate.py`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ridgeline.errors import UsageError
+from ridgeline.plan.figures import Measured, devices_of, read_measured
 from ridgeline.plan.job import Job
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.own_machine import machine_of, mentioned_device, named_device
+from ridgeline.plan.possible import require_one_work, require_possible
 from ridgeline.plan.programs import read_software, recipe_offload, source_words
 from ridgeline.plan.software import Software
 from ridgeline.plan.transformer import Transformer
 from ridgeline.plan.words import (
+    Row,
     Unreadable,
     architecture,
     flag,
     misspelt,
-    number,
     precision,
     quantity,
     recomputed,
@@ -40,44 +41,14 @@ from ridgeline.plan.words import (
 )
 
 __all__ = [
-    "Measured", "ReadRow", "Row", "Unreadable", "load_rows", "name_of", "played_operations",
-    "read_row", "require_measured", "set_of",
+    "Measured", "ReadRow", "Row", "Unreadable", "load_rows", "name_of", "read_row", "require_measured",
+    "set_of",
 ]  # fmt: skip
-
-Row = Mapping[str, Any]
 
 ARCHITECTURES: Final = ("gpt", "llama", "mpt", "moe", "mixtral")
 """Decoders that `Transformer` describes."""
 GPT2_VOCAB: Final = 50257
 """What Megatron's tests use where no vocabulary is stated."""
-
-
-MOST_OPERATIONS: Final = 5_000_000
-"""Of a schedule that is played out: about three seconds."""
-
-
-SAME_WORK: Final = 2.0
-"""Counts of FLOPs of one step differ by less: with recompute or without, attention or not."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A row's figures; None where it has none."""
-
-    seconds: float | None
-    tflops: float | None
-    flops_kind: str
-    """As `Transformer.step_flops` names it."""
-    tokens_per_s: float | None
-    """A device."""
-    memory_bytes: float | None
-    memory_kind: str
-    """`allocated`, `reserved` or `device`."""
-    memory_rank: str
-    """`last` for the last stage, `max` for the one that needs most."""
-    out_of_memory: bool
-    ignored: str = ""
-    """Figures that are no positive numbers, and do not count; empty where there are none."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +115,9 @@ def read_row(row: Row, index: int = 0) -> ReadRow:
         name, group, wrong = name_of(row, index), set_of(row), misspelt(row)
         row = renamed(row)
         job, guessed = _read_job(row)
-        _require_possible(row, job)
+        require_possible(row, job)
         measured = read_measured(row)
-        _require_one_work(job, measured)
+        require_one_work(job, measured)
         return ReadRow(name, group, job, measured, guessed, wrong)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise Unreadable(
@@ -170,7 +141,7 @@ def _read_job(row: Row) -> tuple[Job, str]:
             raise Unreadable(f"{name} is {size}")
     if ep > 1 and not model.experts:
         raise Unreadable(f"ep={ep} shares experts, and the row states none")
-    devices = _devices(row)
+    devices = devices_of(row)
     if devices % (tp * pp * cp):
         raise Unreadable(f"{devices} devices do not divide into tp={tp}, pp={pp}, cp={cp}")
     dp = devices // (tp * pp * cp)
@@ -221,114 +192,6 @@ def _read_job(row: Row) -> tuple[Job, str]:
         else 1,
     )
     return job, "; ".join(filter(None, (guessed, likened, why)))
-
-
-def _require_possible(row: Row, job: Job) -> None:
-    """Numbers that nothing can be divided by, or into, are said to be wrong by name."""
-    model, machine = job.model, job.machine
-    numbers = {
-        "dp": job.dp, "microbatch": job.samples, "num_microbatches": job.microbatches,
-        "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.kv_heads,
-        "kv-channels": model.head_width, "ffn": model.ffn, "seq": model.seq, "vocab": model.vocab,
-        "top_k": model.top_k, "gpus_per_node": machine.devices_per_node,
-        "vocabulary's multiple": job.vocab_multiple,
-        "bandwidth": min(machine.inter.bandwidth, machine.intra.bandwidth),
-    }  # fmt: skip
-    for name, size in numbers.items():
-        if size <= 0:
-            raise Unreadable(f"{name} is {size:g}")
-    rest = {
-        "experts": model.experts, "an expert's width": model.expert_ffn,
-        "the shared expert's width": model.shared_ffn, "expert-tensor-parallel-size": job.expert_tp,
-        "microbatch-group-size": job.group,
-    }  # fmt: skip
-    for name, size in rest.items():
-        if size < 0:
-            raise Unreadable(f"{name} is {size:g}")
-    most = {
-        "dp": (job.dp, 10**7), "pp": (job.pp, 4096), "layers": (model.layers, 100_000),
-        "tp": (job.tp, 65_536), "num_microbatches": (job.microbatches, 10**7),
-        "seq": (model.seq, 10**9), "hidden": (model.hidden, 10**7), "ffn": (model.ffn, 10**9),
-        "vocab": (model.vocab, 10**9), "microbatch": (job.samples, 10**6),
-        "experts": (model.experts, 100_000), "an expert's width": (model.expert_ffn, 10**9),
-        "the shared expert's width": (model.shared_ffn, 10**9), "kv-channels": (model.head_width, 10**7),
-        "vocabulary's multiple": (job.vocab_multiple, 10**7), "microbatch-group-size": (job.group, 10**7),
-        "bandwidth": (max(machine.inter.bandwidth, machine.intra.bandwidth), 10**18),
-        "gpus_per_node": (machine.devices_per_node, 100_000),
-    }  # fmt: skip
-    for name, (size, limit) in most.items():
-        if size > limit:
-            raise Unreadable(f"{name} is {size:g}, more than the {limit:g} that are predicted")
-    _require_divisible(row, job)
-    if (operations := played_operations(job)) > MOST_OPERATIONS:
-        raise Unreadable(
-            f"its schedule is some {operations:.1e} operations to play, more than {MOST_OPERATIONS:.0e}"
-        )
-
-
-def _require_divisible(row: Row, job: Job) -> None:
-    """Heads over ranks, groups of heads and experts come out even. Heads that were left out are a guess,
-    and need not."""
-    model = job.model
-    if model.heads < job.tp or model.hidden < model.heads or model.seq < job.cp:
-        raise Unreadable(
-            f"{model.heads} heads of a width of {model.hidden} do not split over tp={job.tp}"
-        )
-    if whole(row["model"], "heads"):
-        if model.heads % job.tp:
-            raise Unreadable(f"{model.heads} heads do not divide over tp={job.tp}")
-        if model.hidden % model.heads and not (row["layout"].get("args") or {}).get(
-            "--kv-channels"
-        ):
-            raise Unreadable(f"hidden={model.hidden} does not divide into {model.heads} heads")
-    if model.heads % model.kv_heads:
-        raise Unreadable(f"{model.heads} heads do not divide into kv_heads={model.kv_heads}")
-    if model.experts % job.ep:
-        raise Unreadable(f"{model.experts} experts do not divide over ep={job.ep}")
-    if model.experts and model.top_k > model.experts:
-        raise Unreadable(f"top_k={model.top_k} is more than there are experts, {model.experts}")
-    if model.experts and (job.dp * job.tp * job.cp) % (job.ep * (job.expert_tp or job.tp)):
-        raise Unreadable(
-            f"the {job.dp * job.tp * job.cp} ranks of a stage do not divide over ep={job.ep}"
-        )
-
-
-def _require_one_work(job: Job, measured: Measured) -> None:
-    """A time and a rate are of the same work, the batch's; counts of it differ, but not so much."""
-    if not measured.seconds or not measured.tflops:
-        return
-    said = measured.seconds * measured.tflops * 1e12 * job.devices
-    ratio = said / job.model.step_flops(job.tokens, measured.flops_kind)
-    if not 1 / SAME_WORK < ratio < SAME_WORK:
-        raise Unreadable(
-            f"its time and its rate are of {ratio:.2g} times the work that its batch is"
-        )
-
-
-def played_operations(job: Job) -> float:
-    """About how many operations `schedule._play` goes through, each look at one that waits as a part."""
-    if job.pp == 1:
-        return 0.0
-    count = job.microbatches
-    if job.schedule != "gpipe" and job.group <= job.pp:
-        count = min(count, 4 * job.pp)
-    operations = 2.0 * job.pp * job.virtual * count
-    turns = job.pp if job.schedule == "gpipe" else job.virtual * count
-    return operations + operations * turns / 60.0
-
-
-def _devices(row: Row) -> int:
-    layout = row["layout"]
-    gpus = whole(layout, "gpus")
-    if not gpus:
-        if not layout.get("dp"):
-            raise Unreadable("the number of devices is not stated")
-        gpus = math.prod(whole(layout, name) or 1 for name in ("dp", "tp", "pp", "cp"))
-    hardware = row["hardware"]
-    # Megatron's tests named so run on one node, and a GB200 node has four devices.
-    if "GB200" in str(hardware.get("gpu")) and str(row["model"].get("name")).endswith("_1node"):
-        return min(gpus, 4)
-    return gpus
 
 
 def _batches(row: Row, dp: int) -> tuple[int, int]:
@@ -473,66 +336,3 @@ def read_machine(row: Row) -> tuple[Machine, str]:
     if rate := quantity(hardware, "intra_GBps_per_gpu_unidir"):
         changes["intra.bandwidth"] = rate * 1e9
     return machine.replace(**changes), guessed
-
-
-_SECONDS: Final = {"iter_s": 1.0, "iter_ms": 1e-3}
-_BYTES: Final = {
-    "mem_max_allocated_bytes": 1.0,
-    "mem_GiB": 2.0**30,
-    "mem_GB": 2.0**30,  # nvidia-smi shows MiB; people write them down as GB
-}
-
-
-def read_measured(row: Row) -> Measured:
-    """The figures that are positive numbers; of the others it is said that they do not count."""
-    found = row["measured"]
-    kind = str(found.get("mem_kind") or "")
-    wrong: list[str] = []
-
-    def first(units: Mapping[str, float]) -> float | None:
-        counted = None
-        for name, unit in units.items():
-            value = found.get(name)
-            figure = number(value)
-            if figure is not None and 0 < figure * unit < math.inf:
-                counted = figure * unit if counted is None else counted
-            elif value is not None:
-                wrong.append(f"{name} is {shown(value)}")
-        return counted
-
-    tokens = first({"tokens_per_s_per_gpu": 1.0, "tokens_per_s_all": 1.0 / _devices(row)})
-    seconds, memory = first(_SECONDS), first(_BYTES)
-    tflops = first({"tflops_per_gpu": 1.0})
-    try:
-        out_of_memory = flag(found, "oom")
-    except Unreadable as error:
-        out_of_memory = False
-        wrong.append(str(error))
-    return Measured(
-        seconds=seconds,
-        tflops=tflops,
-        flops_kind=_flops_kind(row),
-        tokens_per_s=tokens,
-        memory_bytes=memory,
-        memory_kind="device"
-        if "smi" in kind
-        else "reserved"
-        if "reserved" in kind
-        else "allocated",
-        memory_rank="last" if "last rank)" in kind else "max",
-        out_of_memory=out_of_memory,
-        ignored="; ".join(wrong),
-    )
-
-
-def _flops_kind(row: Row) -> str:
-    kind = str(row["measured"].get("tflops_kind") or "")
-    if kind.startswith("hardware x4"):
-        return "hardware x4"
-    if kind.startswith("hardware"):
-        return "hardware"
-    if "llm-foundry" in source_words(row):
-        return "6n"
-    if "Bridge" in source_words(row):
-        return "model causal"  # attention counted as far as the mask lets it look
-    return "model"

@@ -19,13 +19,13 @@ from ridgeline.plan.design import most_telling
 from ridgeline.plan.job import Job
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import GIB, fits, stage_memory
+from ridgeline.plan.possible import played_operations
 from ridgeline.plan.predict import predict
 from ridgeline.plan.rows import (
     ReadRow,
     Row,
     Unreadable,
     name_of,
-    played_operations,
     read_row,
     require_measured,
     set_of,

@@ -70,6 +70,10 @@ LLAMAS: Final = ("llama", "mistral", "qwen", "yi", "deepseek-7b", "gemma")
 GPTS: Final = ("gpt", "opt", "bloom", "megatron-lm")
 
 
+Row = Mapping[str, Any]
+"""A published row, in the words of its source."""
+
+
 class Unreadable(Exception):
     """Why a row cannot be expressed."""
 

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from ridgeline.cli import app
 from ridgeline.errors import RunError, UsageError
 from ridgeline.plan.memory import GIB
+from ridgeline.plan.possible import MOST_OPERATIONS, played_operations
 from ridgeline.plan.predict import predict
-from ridgeline.plan.rows import MOST_OPERATIONS, Unreadable, load_rows, played_operations, read_row
+from ridgeline.plan.rows import Unreadable, load_rows, read_row
 from ridgeline.plan.validate import (
     MOST_FITTED_OPERATIONS,
     check_row,
