@@ -97,7 +97,10 @@ def best(
         typer.Option("--with", help="What is not to be chosen, as compile=true or compress=bf16."),
     ] = None,
     why: Annotated[
-        bool, typer.Option("--why", help="What limits the best, and what would change it.")
+        bool,
+        typer.Option(
+            "--why", help="What limits the best, what each technique gains, what else would."
+        ),
     ] = False,
     what_if: Annotated[
         list[str] | None,
@@ -136,7 +139,8 @@ def best(
     """The best layouts of a model on a machine."""
     from ridgeline.plan.record import found_record
     from ridgeline.plan.search import ORDERS, search
-    from ridgeline.plan.show import show_best, show_why
+    from ridgeline.plan.show import show_best
+    from ridgeline.plan.why import show_why
     from ridgeline.plan.write import require_batch, require_model, startable, write_layout
 
     if by is not None and by not in ORDERS:

@@ -168,9 +168,8 @@ def trace_model(name: str, overrides: list[str], inputs: list[str]) -> ModuleFac
 
 
 def change_machine(machine: Machine, changes: list[str]) -> Machine:
-    from ridgeline.plan.machine import require_links
+    from ridgeline.plan.machine import read_place, require_links
     from ridgeline.plan.profile import read_number
-    from ridgeline.plan.show import read_place
 
     for text in changes:
         name, equals, value = (part.strip() for part in text.partition("="))

@@ -244,3 +244,11 @@ def machine_to_yaml(machine: Machine, comment: str) -> str:
     values = dataclasses.asdict(machine)
     del values["tables"]
     return f"# {comment}\n" + yaml.safe_dump(values, sort_keys=False, width=108)
+
+
+def read_place(machine: Machine, name: str) -> Any:
+    """A value by its place, as in `inter.bandwidth`; None where there is none."""
+    place: Any = machine
+    for part in name.split("."):
+        place = place.get(part) if isinstance(place, dict) else getattr(place, part, None)
+    return place

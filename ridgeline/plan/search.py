@@ -9,7 +9,7 @@ looks through the layouts of 16,384 devices in seconds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ TIE = 0.005
 them is the first."""
 Candidate = tuple[float, float, int, Layout, AnyJob, StepMemory]
 """A bound of its time, the same without waiting for samples, its number, and what it is."""
+Wanted = Callable[[Layout], bool]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,20 @@ class Found:
     """Layouts that were predicted in full."""
     closest: tuple[Layout, float] | None
     """Where nothing fits: the layout that needs least, and its bytes."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What fits, by a bound of its time."""
+
+    candidates: list[Candidate]
+    looked_at: int
+    too_large: int
+    closest: tuple[Layout, float] | None
+
+    def found(self, best: list[Planned], played: int) -> Found:
+        closest = None if best else self.closest
+        return Found(best, self.looked_at, self.too_large, played, closest)
 
 
 def layouts(
@@ -163,28 +178,56 @@ def search(
     software: Software | None = None,
     sample_bytes: float = 0.0,
     said: Mapping[str, Any] | None = None,
+    wanted: Wanted | None = None,
 ) -> Found:
     """The best layouts of a global batch on so many devices, by this library as the machine's profile knows
-    it, or by another program; `said`: fields of a layout that are not to be chosen. State goes to the host
-    only where nothing fits without: it is never the faster way."""
+    it, or by another program; `said`: fields of a layout that are not to be chosen; `wanted`: which layouts
+    may be. State goes to the host only where nothing fits without: it is never the faster way."""
+    looked = look(
+        model, machine, devices, batch, precision, software, sample_bytes, said, wanted
+    )  # fmt: skip
+    return choose(looked, top, by)
+
+
+def look(
+    model: Model,
+    machine: Machine,
+    devices: int,
+    batch: int,
+    precision: str,
+    software: Software | None = None,
+    sample_bytes: float = 0.0,
+    said: Mapping[str, Any] | None = None,
+    wanted: Wanted | None = None,
+) -> Looked:
+    """What fits, none of it played yet."""
     kind = kind_of(model)
     plain = [layout for layout, _ in layouts(model, machine, devices, batch, precision, said)]
+    if wanted is not None:
+        plain = [layout for layout in plain if wanted(layout)]
     given = (model, machine, batch, software or own_program(machine), sample_bytes)
     candidates, too_large, closest = _that_fit(plain, *given)
     looked_at = len(plain)
     if not candidates and kind.offloads and "offload" not in (said or {}):
         more = [other for layout in plain for other in with_offload(layout)]
+        if wanted is not None:
+            more = [layout for layout in more if wanted(layout)]
         candidates, still, nearer = _that_fit(more, *given)
         looked_at, too_large = looked_at + len(more), too_large + still
         closest = min((c for c in (closest, nearer) if c), key=lambda c: c[1], default=None)
-    if by == "memory":
-        chosen = heapq.nsmallest(top, candidates, key=lambda c: c[5].device)
-        best = [Planned(c[3], c[4], predict(c[4], c[5]).time, c[5]) for c in chosen]
-        return Found(best, looked_at, too_large, len(best), closest if not best else None)
     candidates.sort(key=lambda c: c[:3])
+    return Looked(candidates, looked_at, too_large, closest)
+
+
+def choose(looked: Looked, top: int, by: str = "time") -> Found:
+    """The best of what fits."""
+    if by == "memory":
+        chosen = heapq.nsmallest(top, looked.candidates, key=lambda c: c[5].device)
+        best = [Planned(c[3], c[4], predict(c[4], c[5]).time, c[5]) for c in chosen]
+        return looked.found(best, len(best))
     found: list[Planned] = []
     played = 0
-    for bound, own, _, layout, job, memory in candidates:
+    for bound, own, _, layout, job, memory in looked.candidates:
         if len(found) >= top:
             last = found[top - 1]
             waits = last.time.storage > 0.0 and own >= last.seconds - last.time.storage
@@ -193,8 +236,7 @@ def search(
         found.append(Planned(layout, job, predict(job, memory).time, memory))
         found.sort(key=lambda p: (p.seconds, p.seconds - p.time.storage))
         played += 1
-    best = ranked(found)[:top]
-    return Found(best, looked_at, too_large, played, closest if not found else None)
+    return looked.found(ranked(found)[:top], played)
 
 
 def ranked(found: list[Planned]) -> list[Planned]:

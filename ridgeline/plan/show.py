@@ -1,18 +1,16 @@
-"""What a plan looks like as text: the table, its parts, why the best wins, and what a change would bring.
+"""What a plan looks like as text: the table, its parts, curves, one layout, a module's facts.
 
-Plain lines; `cli_plan.py` prints them.
+Plain lines; `cli_plan.py` prints them, and `why.py` says why the best is the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ridgeline.plan.kinds import Model
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.memory import StepMemory, fits, host_room
 from ridgeline.plan.module import ModuleFacts
-from ridgeline.plan.search import TIE, Found, Planned, search
+from ridgeline.plan.search import Found, Planned
 from ridgeline.plan.software import RIDGELINE
 from ridgeline.plan.time import StepTime
 
@@ -111,95 +109,6 @@ def why_not(planned: Planned) -> str:
         f"does not fit: {memory.device / 1e9:.1f} GB are needed (mostly {shown}) and {device.name} has "
         f"{device.memory_bytes / 1e9:.1f}, of which 4 % are kept free"
     )
-
-
-def show_why(
-    found: Found,
-    model: Model,
-    machine: Machine,
-    batch: int,
-    precision: str,
-    sample_bytes: float = 0.0,
-    said: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """What limits the best layout, what the runner-up lacks, and what another machine would change."""
-    best = found.best[0]
-    lines = [f"best: {best.layout}"]
-    parts = {words: float(getattr(best.time, name)) for name, words in TIME_PARTS.items()}
-    longest = sorted(parts, key=lambda w: -parts[w])[:3]
-    lines += [f"  {100 * parts[words] / best.seconds:.0f} % {words}" for words in longest]
-    for other in found.best[1:2]:
-        differences = {
-            words: float(getattr(other.time, name)) - float(getattr(best.time, name))
-            for name, words in TIME_PARTS.items()
-        }
-        worst = max(differences, key=lambda w: differences[w])
-        slower = 100 * (other.seconds / best.seconds - 1)
-        if abs(slower) < 100 * TIE:
-            lines.append(
-                f"second: {other.layout} is as good ({slower:+.1f} % time, "
-                f"{(other.memory.device - best.memory.device) / 1e9:+.1f} GB); the simpler is first"
-            )
-        elif slower < 0:  # the best is that of memory
-            lines.append(
-                f"second: {other.layout} is {-slower:.1f} % faster and takes "
-                f"{(other.memory.device - best.memory.device) / 1e9:.1f} GB more"
-            )
-        else:
-            lines.append(
-                f"second: {other.layout} is {slower:.1f} % slower, most of it {worst} "
-                f"({differences[worst]:+.3f} s)"
-            )
-
-    def fastest(place: Machine) -> Planned | None:
-        there = search(
-            model, place, best.job.devices, batch, precision, 1, "time", None, sample_bytes, said
-        )
-        return there.best[0] if there.best else None
-
-    first = fastest(machine)
-    for words, change in _other_machines(best, machine).items():
-        now = first
-        if machine.tables:
-            # What was measured of a link goes with it: then both are taken as their links say.
-            now = fastest(machine.replace(**{n: read_place(machine, n) for n in change}))
-        lines.append(f"  with {words}: " + _compare(now, fastest(machine.replace(**change))))
-    return lines
-
-
-def _other_machines(best: Planned, machine: Machine) -> dict[str, dict[str, float]]:
-    """What one might ask for, in words, and as changes of the machine."""
-    changes: dict[str, dict[str, float]] = {}
-    if best.time.storage > 0.01 * best.seconds:
-        changes["twice the rate of storage"] = {"storage_bandwidth": 2 * machine.storage_bandwidth}
-    if best.job.devices > machine.reach:
-        changes["twice the bandwidth between nodes"] = {
-            "inter.bandwidth": 2 * machine.inter.bandwidth
-        }
-    memory, peak = machine.device.memory_bytes, machine.device.gemm_efficiency
-    changes["40 GB more memory a device"] = {"device.memory_bytes": memory + 40e9}
-    changes["a tenth more of the products' peak"] = {
-        "device.gemm_efficiency": min(0.99, 1.1 * peak)
-    }
-    return changes
-
-
-def read_place(machine: Machine, name: str) -> Any:
-    """A value by its place, as in `inter.bandwidth`; None where there is none."""
-    place: Any = machine
-    for part in name.split("."):
-        place = place.get(part) if isinstance(place, dict) else getattr(place, part, None)
-    return place
-
-
-def _compare(now: Planned | None, then: Planned | None) -> str:
-    if now is None or then is None:
-        return "nothing fits" if then is None else f"{then.layout} fits"
-    gain = 100 * (now.seconds / then.seconds - 1)
-    if gain < 100 * TIE:
-        return "no change"
-    same = "the same layout" if then.layout == now.layout else str(then.layout)
-    return f"{gain:.0f} % faster ({then.seconds:.3f} s, {same})"
 
 
 def show_programs(machine: Machine) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,29 @@ def test_why_compares_like_with_like() -> None:
     assert "40 GB more memory a device: no change" in text
     small = run(*SMALL, "--by", "memory", "--why").output
     assert "40 GB more memory a device: no change" in small
+
+
+def test_why_says_what_each_technique_gains() -> None:
+    """What takes its place is the best of all layouts without it, found by a search of its own."""
+    job = ("llama3-70b", "--machine", "h200", "-N", "8", "--batch", "512")
+    text = run(*job, "--top", "1", "--why").output
+    assert "without tp" not in text  # the best does without
+    seen = {}
+    for name in ("cp", "pp", "zero"):
+        line = next(line for line in text.splitlines() if line.startswith(f"  without {name}: "))
+        found = re.fullmatch(r".*: (\d+) % slower \([\d.]+ s, (\S+)\)", line)
+        assert found, line
+        slower, layout = found.groups()
+        assert not re.search(rf"(?:^|,){name}=", layout), line
+        seen[name] = int(slower)
+    assert seen["zero"] > seen["pp"] > seen["cp"] > 0
+    small = ("--what-if", "device.memory_bytes=26e9", "--what-if", "host_memory_bytes=1e9")
+    text = run(
+        "llama3-8b", "--machine", "h200", "--batch", "8", *small, "--top", "1", "--why"
+    ).output
+    assert "without tp: nothing fits" in text
+    by_memory = run(*SMALL, "--by", "memory", "--why").output
+    assert "without" not in by_memory
 
 
 def test_with_says_what_is_not_chosen() -> None:
