@@ -35,7 +35,7 @@ def plan_one(
     from ridgeline.plan.search import Planned
     from ridgeline.plan.software import own_program
 
-    layout = Layout.parse_for(text, devices, option)
+    layout = Layout.parse_for(text, devices, option, machine.devices_per_node)
     require_layout(layout, option)
     require_precision(machine, layout.precision, option)
     parts = layout.dp * (layout.microbatches if layout.pp > 1 else layout.accumulate)

@@ -185,10 +185,13 @@ class Layout:
         return cls(**{name: _read_value(name, value, place) for name, value in items.items()})
 
     @classmethod
-    def parse_for(cls, text: str, num_processes: int, place: str = "layout") -> Layout:
+    def parse_for(
+        cls, text: str, num_processes: int, place: str = "layout", per_node: int = 0
+    ) -> Layout:
         """The layout that a text names on so many processes: a `dp` it does not state is filled in.
 
-        Give the text as the user wrote it: `str` leaves `dp=1` out, and then it is not stated.
+        Give the text as the user wrote it: `str` leaves `dp=1` out, and then it is not stated. Where whole
+        nodes are asked for (`-N`), `per_node` is the processes of one.
         """
         if num_processes < 1:
             raise UsageError(f"{num_processes} processes for {place}; use 1 or more")
@@ -200,15 +203,21 @@ class Layout:
             return layout.replace(dp=num_processes // rest)
         if layout.world_size == num_processes and stated:
             return layout
-        below, above = num_processes // rest * rest, (num_processes // rest + 1) * rest
         if not stated:
-            choices = [f"-n {n}" for n in (below, above) if n]
+            unit = math.lcm(rest, per_node or 1)
+            below = num_processes // unit * unit
+            counts, other = [below, below + unit], ""
             problem = f"{text!r} in {place} needs a multiple of {rest} processes"
         else:
+            counts, other = [layout.world_size], ""
             problem = f"{text!r} in {place} needs {layout.world_size} processes"
-            other = f"dp={num_processes // rest}" if fits else f"dp=1 with -n {rest}"
-            choices = [f"-n {layout.world_size}"] + [other] * (fits or layout.dp > 1)
-        raise UsageError(f"{problem} but there are {num_processes}; use {' or '.join(choices)}")
+            if fits:
+                other = f"dp={num_processes // rest}"
+            elif layout.dp > 1 and (least := _asked_for(rest, per_node)):
+                other = f"dp=1 with {least}"
+        choices = [*filter(None, (_asked_for(count, per_node) for count in counts)), other]
+        use = " or ".join(filter(None, choices)) or "sizes whose product divides that"
+        raise UsageError(f"{problem} but there are {num_processes}; use {use}")
 
     @property
     def world_size(self) -> int:
@@ -345,6 +354,13 @@ def techniques(layout: Layout) -> tuple[str, ...]:
     used = {f"{name}={str(getattr(layout, name)).partition(':')[0]}" for name in FIELDS}
     used |= {name for name in FIELDS if getattr(layout, name) != _DEFAULTS[name]}
     return tuple(name for name in TECHNIQUES if name in used)
+
+
+def _asked_for(count: int, per_node: int) -> str:
+    """How one asks for so many processes; empty where they are no whole nodes."""
+    if not per_node:
+        return f"-n {count}" if count else ""
+    return f"-N {count // per_node}" if count and count % per_node == 0 else ""
 
 
 def why_apart(first: str, second: str) -> str | None:

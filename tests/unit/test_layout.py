@@ -176,6 +176,21 @@ def test_parse_for_gives_remedies(text: str, num_processes: int, said: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dp=64", "needs 64 processes but there are 32; use -N 8 or dp=32"),
+        ("tp=3", "needs a multiple of 3 processes but there are 32; use -N 3 or -N 6"),
+        ("dp=3,tp=8", "needs 24 processes but there are 32; use -N 3 or dp=4"),
+        ("dp=5,tp=3", "needs 15 processes but there are 32; use sizes whose product divides that"),
+    ],
+)
+def test_parse_for_counts_in_nodes_where_the_command_does(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Layout.parse_for(text, 32, "--explain", per_node=8)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("text", "fields", "nearest"),
     [
         ("sp=true", ("tp", "sp"), "dp=1"),
