@@ -22,7 +22,8 @@ def layer_activations(job: Job, scores: bool = True) -> float:
     narrow = job.precision == "fp8" and job.software.keeps_narrow
     given = 1.0 if narrow else size
     # Each norm's input, what it makes for the next product, and dropout's mask after it.
-    total = 2 * (size + given) * stream + (2.0 * stream if model.dropout else 0.0)
+    gathered = tokens * model.hidden if job.software.keeps_gathered else stream
+    total = 2 * (size * stream + given * gathered) + (2.0 * stream if model.dropout else 0.0)
     qkv = model.query_width + 2 * model.kv_width
     total += size * tokens * (qkv + model.query_width) / t
     total += tokens * model.query_width / t if narrow else 0.0
@@ -63,7 +64,9 @@ def kept_activations(job: Job) -> float:
             return layer_activations(job, scores=False)
         # Inputs of the block and results of products; what stands between them is made again.
         model = job.model
-        qkv = model.query_width + 2 * model.kv_width
-        split = size * tokens * (qkv + model.query_width + model.ffn_in) / job.tp
-        return split + 2 * stream
+        results = 2 * model.query_width + 2 * model.kv_width + model.ffn_in
+        if job.software.selective_products:
+            # Attention's result, and of the products every other one: queries, values, one side of the gate.
+            results = 2 * model.query_width + model.kv_width + model.ffn
+        return size * tokens * results / job.tp + 2 * stream
     return layer_activations(job)

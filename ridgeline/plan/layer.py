@@ -280,8 +280,9 @@ def end_cost(
         product_back += gemm_s(device, vocab, model.hidden, tokens, 1, precision, True)
     logits = float(tokens) * vocab
     # To float32, its maximum, the difference, exponent, sum and quotient; then their gradients.
-    loss = moved_s(device, (22.0 if software.compiled else 38.0) * logits, 8)
-    loss_back = moved_s(device, (10.0 if software.compiled else 20.0) * logits, 5)
+    fused = software.compiled and not software.plain_loss
+    loss = moved_s(device, (22.0 if fused else 38.0) * logits, 8)
+    loss_back = moved_s(device, (10.0 if fused else 20.0) * logits, 5)
     small = 3 * collective_s(machine, "all_reduce", 4.0 * tokens, tp_group) if t > 1 else 0.0
     return EndCost(
         embed, embed_back,

@@ -28,6 +28,8 @@ class Software:
     """The sequence is split wherever layers are, unless it is said that it is not."""
     usual_zero: int = 0
     """What of a replica's state is sharded where nothing is said about it."""
+    keeps_gathered: bool = False
+    """Where layers and the sequence are split, what was gathered for a product is kept whole for backward."""
     keeps_narrow: bool = False
     """What products in 8 bits were given is kept for backward in 8 bits."""
     overlap_dp: bool = False
@@ -77,6 +79,8 @@ class Software:
     """Reads and writes of queries and keys for rotary positions."""
     compiled: bool = False
     """Element-wise work is fused into few kernels, which costs the host little."""
+    plain_loss: bool = False
+    """The loss is not compiled where the model is."""
     logit_bytes: float = 6.0
     """A logit at the loss's peak: as the product wrote it, and in float32."""
     dummy_gradients: bool = False
@@ -128,9 +132,13 @@ FSDP: Final = Software(
     rotary_passes=10.0,
 )  # fmt: skip
 """torch's fully_shard with bf16 arithmetic (torchtitan, llm-foundry)."""
-TORCHTITAN: Final = replace(FSDP, name="torchtitan", selective_products=0.5, element_passes=3.0)
-"""Its selective recompute keeps every other product, or recomputes every other layer; norms are written out
-in float32, several kernels each."""
+TORCHTITAN: Final = replace(
+    FSDP, name="torchtitan", selective_products=0.5, element_passes=3.0, plain_loss=True, logit_bytes=12.0,
+    keeps_gathered=True,
+)  # fmt: skip
+"""As of 2024. Its selective recompute keeps every other product, or recomputes every other layer; norms are
+written out in float32, several kernels each. The loss is never compiled (a comment in `train.py` says why):
+its backward has three float32 copies of the logits at once."""
 LLM_FOUNDRY: Final = replace(FSDP, name="llm-foundry", flash_share=0.6, narrow_heads=1.0)
 """Attention is the Triton kernel of 2023, on A100 and H100 alike; heads of 64 take it no longer."""
 RIDGELINE: Final = replace(

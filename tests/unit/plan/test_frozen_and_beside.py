@@ -12,7 +12,7 @@ from ridgeline.cli_planned import change_machine
 from ridgeline.config import RunConfig
 from ridgeline.errors import UsageError
 from ridgeline.plan import own_machine
-from ridgeline.plan.activations import layer_activations
+from ridgeline.plan.activations import kept_activations, layer_activations
 from ridgeline.plan.auto import Place, find_machine
 from ridgeline.plan.job import Job
 from ridgeline.plan.kernels import PLAIN_ATTENTION, flash_s
@@ -148,6 +148,38 @@ def test_what_a_product_was_given_is_kept_in_eight_bits() -> None:
     )  # whose products cast what is kept wide
     assert layer_activations(other) == layer_activations(wide)
     assert layer_activations(wide) == pytest.approx(4096 * (both + 2 * (inputs - h) + sums))
+
+
+def torchtitan(**layout: Any) -> Job:
+    """Llama 3.1 8B as in torchtitan's table of December 2024."""
+    row = {
+        "source": {"repo": "pytorch/torchtitan"},
+        "hardware": {"gpu": "H100 96GB HBM2e SXM (500W limit, 2.4 TB/s)", "gpus_per_node": 8},
+        "model": {"name": "Llama3.1-8B", "arch": "llama", "layers": 32, "hidden": 4096, "heads": 32,
+                  "kv_heads": 8, "ffn": 14336, "seq": 8192, "vocab": 128256},
+        "layout": {"gpus": 128, "zero": 3, "fsdp": 2, "microbatch": 2, "recompute": "selective (op)",
+                   "precision": "bf16", "compile": True, "global_batch": 256, **layout},
+        "measured": {"tokens_per_s_per_gpu": 6514},
+    }  # fmt: skip
+    return read_row(row).job
+
+
+def test_torchtitan_keeps_every_other_product_and_three_copies_of_logits() -> None:
+    tokens, h, kv, ffn = 2 * 8192, 4096, 1024, 14336
+    job = torchtitan()
+    # The block's input, queries, values, attention's result, one side of the gate, the way down.
+    assert kept_activations(job) == pytest.approx(2 * tokens * (h + h + kv + h + ffn + h))
+    memory = predict(job).memory
+    assert memory.logits == pytest.approx(12 * tokens * 128256, rel=0.02)
+    # The table has 62.0 GiB on 128 devices, 77.0 on 8.
+    assert memory.device / 2**30 == pytest.approx(62.0, rel=0.05)
+    few = torchtitan(gpus=8, global_batch=16)
+    assert predict(few).memory.device / 2**30 == pytest.approx(77.0, rel=0.05)
+    # With the layers split, what was gathered for a product is kept whole.
+    split = torchtitan(tp=8, sp=True, global_batch=32, recompute="none")
+    sliced = replace(split, software=replace(split.software, keeps_gathered=False))
+    apart = layer_activations(split) - layer_activations(sliced)
+    assert apart == pytest.approx(2 * 2 * tokens * h * 7 / 8)
 
 
 def test_links_that_go_beyond_a_node() -> None:
