@@ -66,7 +66,7 @@ def kept_activations(job: Job) -> float:
         model = job.model
         results = 2 * model.query_width + 2 * model.kv_width + model.ffn_in
         if job.software.selective_products:
-            # Attention's result, and of the products every other one: queries, values, one side of the gate.
+            # Attention's result, and every other product's: queries, values, one side of the gate.
             results = 2 * model.query_width + model.kv_width + model.ffn
         return size * tokens * results / job.tp + 2 * stream
     return layer_activations(job)

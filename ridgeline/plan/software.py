@@ -29,7 +29,7 @@ class Software:
     usual_zero: int = 0
     """What of a replica's state is sharded where nothing is said about it."""
     keeps_gathered: bool = False
-    """Where layers and the sequence are split, what was gathered for a product is kept whole for backward."""
+    """Where layers and sequence are split, what was gathered for a product is kept whole for backward."""
     keeps_narrow: bool = False
     """What products in 8 bits were given is kept for backward in 8 bits."""
     overlap_dp: bool = False
