@@ -5,7 +5,7 @@ Called by every way of reading ahead: in line, in threads, in processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from ridgeline.data.order import BatchPlan
 from ridgeline.data.source import Source
 from ridgeline.errors import RunError, UsageError, UserCodeFailed
+from ridgeline.models.inputs import Inputs, change_each, tensors_of
 
 _MAX_INDICES_SHOWN = 16
 
@@ -38,8 +39,8 @@ Change = Callable[["Batch"], "Batch"]
 class Batch:
     """This rank's share of one global batch, on the host or on a device."""
 
-    inputs: list[Tensor]
-    """One tensor for each microbatch; likewise `targets`, `counts` and `indices`."""
+    inputs: list[Inputs]
+    """What the model is called with for each microbatch; likewise `targets`, `counts` and `indices`."""
     targets: list[Tensor]
     counts: tuple[int, ...]
     """Real samples in each part; 0 where the part is a filler that must not count."""
@@ -71,9 +72,17 @@ class Batch:
         """The same batch on `device`; from pinned memory the copy does not block the host."""
         return replace(
             self,
-            inputs=[part.to(device, non_blocking=True) for part in self.inputs],
+            inputs=[
+                change_each(part, lambda x: x.to(device, non_blocking=True)) for part in self.inputs
+            ],
             targets=[part.to(device, non_blocking=True) for part in self.targets],
         )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds."""
+        for part in self.inputs:
+            yield from tensors_of(part)
+        yield from self.targets
 
     def settle(self) -> Batch:
         """The same batch with what was pending done."""
@@ -83,7 +92,7 @@ class Batch:
         # The name is torch's: DataLoader's pinning thread looks for it.
         return replace(
             self,
-            inputs=[part.pin_memory() for part in self.inputs],
+            inputs=[change_each(part, Tensor.pin_memory) for part in self.inputs],
             targets=[part.pin_memory() for part in self.targets],
         )
 
@@ -130,7 +139,7 @@ def _rows(part: np.ndarray, mates: np.ndarray) -> Rows:
     return Rows(indices, own, np.array([place[mate] for mate in mates.tolist()]))
 
 
-def make_batch(plan: BatchPlan, inputs: list[Tensor], targets: list[Tensor]) -> Batch:
+def make_batch(plan: BatchPlan, inputs: list[Inputs], targets: list[Tensor]) -> Batch:
     counts = tuple(int(weight) for weight in plan.weights)
     return Batch(
         inputs,

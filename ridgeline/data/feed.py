@@ -54,7 +54,7 @@ class _OnStream:
     def take(self) -> Batch:
         stream = torch.cuda.current_stream()
         stream.wait_event(self._done)
-        for part in (*self._batch.inputs, *self._batch.targets):
+        for part in self._batch.tensors():
             # The memory belongs to the side stream, which must not hand it out while it is read here.
             part.record_stream(stream)
         return self._batch

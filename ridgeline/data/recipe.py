@@ -13,12 +13,18 @@ from ridgeline.config import RunConfig
 from ridgeline.data.build import build_sources
 from ridgeline.data.formats.contract import Sample, Schema, schema_of
 from ridgeline.data.source import Source
+from ridgeline.errors import UsageError
 
 
 class SourceSamples:
     """A source as `pack.Samples`."""
 
     def __init__(self, source: Source, origin: str) -> None:
+        if source.info.arguments:
+            raise UsageError(
+                f"the samples of data.source have {len(source.info.arguments)} inputs, and packing is for "
+                "one; join them into one array in the data set, or train from the data set itself"
+            )
         self._source = source
         self._width = len(str(len(source) - 1))
         self.origin = origin

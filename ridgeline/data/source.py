@@ -22,6 +22,14 @@ from torch.utils.data import default_collate
 
 from ridgeline.data.keyed import keyed_bits
 from ridgeline.errors import UsageError
+from ridgeline.models.inputs import (
+    Argument,
+    Inputs,
+    arguments_of,
+    first_of,
+    read_inputs,
+    zeros_like_arguments,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,14 @@ class SourceInfo:
     unit: str = "samples"
     """What throughput is counted in: 'samples' or 'tokens'."""
     units_per_sample: int = 1
+    arguments: tuple[Argument, ...] = ()
+    """Where a model takes several inputs: each of them, the first as above."""
+
+    def zeros(self, count: int, device: torch.device | str | None = None) -> Inputs:
+        """So many inputs of zeros, as the model is called with them."""
+        if self.arguments:
+            return zeros_like_arguments(self.arguments, count, device)
+        return torch.zeros((count, *self.input_shape), dtype=self.input_dtype, device=device)
 
 
 @runtime_checkable
@@ -49,8 +65,9 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
-        """Stacked CPU tensors (inputs, targets) of these samples, in this order.
+    def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Any, ...]:
+        """Stacked CPU tensors (inputs, targets) of these samples, in this order; for a model that takes
+        several, `inputs` is a tuple of them or a dictionary by name.
 
         A source may also have `device_fetch(indices, device)`, which makes the batch on the device
         itself; the loader then needs no thread and no copy. One whose samples have different numbers
@@ -64,10 +81,11 @@ class Source(Protocol):
 class DatasetSource:
     """Any map-style data set (`__len__`, `__getitem__`) as a source.
 
-    An item must be a tuple of things `default_collate` can stack, or `collate` must make one tuple
-    of tensors from a list of items. Torch's, numpy's and Python's global generators are seeded with
-    (seed, epoch, index) before each item and put back afterwards: a random crop is then the same on
-    any rank and in any worker, and reading data does not disturb the dropout of the training loop.
+    An item is (inputs, targets) of things `default_collate` can stack, where inputs may also be a tuple or
+    a dictionary of them; or `collate` makes such a pair from a list of items. Torch's, numpy's and Python's
+    global generators are seeded with (seed, epoch, index) before each item and put back afterwards: a
+    random crop is then the same on any rank and in any worker, and reading data does not disturb the
+    dropout of the training loop.
     """
 
     # The global generators belong to the training thread: the loader must not read this source
@@ -103,7 +121,7 @@ class DatasetSource:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Tensor, ...]:
+    def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Any, ...]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         seeds = keyed_bits((self.seed, epoch), indices, 1)[:, 0]
@@ -117,22 +135,22 @@ class DatasetSource:
                     error.add_note(f"sample {index}")
                     raise
             batch = self._collate(items)
-        return self._as_tuple(batch)
+        return self._as_pair(batch)
 
-    def _as_tuple(self, batch: Any) -> tuple[Tensor, ...]:
-        if isinstance(batch, Tensor):
-            return (batch,)
-        if isinstance(batch, tuple | list) and all(isinstance(part, Tensor) for part in batch):
-            return tuple(batch)
+    def _as_pair(self, batch: Any) -> tuple[Inputs, Tensor]:
+        if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
+            inputs = read_inputs(batch[0])
+            if inputs is not None:
+                return inputs, batch[1]
         raise UsageError(
             f"data set {self.name!r} gives items that collate to {_describe(batch)}; each item "
-            "must be (inputs, targets) of tensors, arrays or numbers, or pass a collate function "
-            "that returns a tuple of tensors"
+            "must be (inputs, targets), where inputs may be a tuple or a dictionary of the model's "
+            "arguments, as in ({'input_ids': ..., 'attention_mask': ...}, targets)"
         )
 
     def _infer_info(self) -> SourceInfo:
-        parts = self.fetch(np.zeros(1, dtype=np.int64), epoch=0)
-        inputs, targets = parts[0][0], parts[-1][0]
+        given, stacked = self.fetch(np.zeros(1, dtype=np.int64), epoch=0)
+        inputs, targets = first_of(given)[0], stacked[0]
         integral = not (targets.is_floating_point() or targets.is_complex())
         if not integral:
             task = "forecast"
@@ -152,6 +170,7 @@ class DatasetSource:
             task=task,
             unit="tokens" if tokens else "samples",
             units_per_sample=inputs.numel() if tokens else 1,
+            arguments=arguments_of(given),
         )
 
     def _num_classes(self) -> int | None:

@@ -21,7 +21,9 @@ from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.machine.compute import Shape, Work, _build, _enough, _mode, time_many
 from ridgeline.models.build import build_model
+from ridgeline.models.inputs import change_each
 from ridgeline.train.checks import count_parts
+from ridgeline.train.objective import Objective
 from ridgeline.train.tasks import build_task
 
 MULTIPLES = {"fp8": 16, "bf16": 8, "fp16": 8, "tf32": 4, "fp32": 4, "fp64": 2}
@@ -123,11 +125,11 @@ def collect_shapes(config: RunConfig) -> list[Used]:
     try:
         with torch.device("meta"):
             model = build_model(config.model.name, **config.model.args)
-            inputs = torch.zeros((batch, *info.input_shape), dtype=info.input_dtype)
+            inputs = info.zeros(batch)
             targets = torch.zeros((batch, *info.target_shape), dtype=info.target_dtype)
-        if inputs.is_floating_point():
-            inputs = inputs.to(next(model.parameters()).dtype)
-        return watch_shapes(model, lambda: task.loss(model(inputs), targets))
+        dtype = next(model.parameters()).dtype
+        inputs = change_each(inputs, lambda x: x.to(dtype) if x.is_floating_point() else x)
+        return watch_shapes(model, lambda: Objective(model, task.loss)(inputs, targets))
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         raise UsageError(
             f"--model {config.model.name}: it cannot run on the meta device, where its shapes are "

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline.facts import ModelFacts
+from ridgeline.models.inputs import Inputs, first_of
 
-Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Objective = Callable[[nn.Module, Inputs, Tensor], Tensor]
 
 
 def count_model(
     name: str,
     model: nn.Module,
-    inputs: Tensor,
+    inputs: Inputs,
     targets: Tensor,
     objective: Objective,
     unit: str = "samples",
@@ -33,7 +34,8 @@ def count_model(
     """
     parameters = list(model.parameters())
     num_parameters = sum(p.numel() for p in parameters)
-    num_samples = inputs.shape[0]
+    first = first_of(inputs)
+    num_samples = first.shape[0]
     counted = _count(model, inputs, targets, objective) if trace else None
     # Without a count, the usual estimate: two FLOPs a parameter forward, twice that backward.
     forward = 2.0 * num_parameters * units_per_sample * num_samples
@@ -46,14 +48,14 @@ def count_model(
         train_flops_per_sample=total / num_samples,
         forward_flops_per_sample=forward / num_samples,
         flops_source="counted" if counted else "6N",
-        sample_shape=tuple(inputs.shape[1:]),
+        sample_shape=tuple(first.shape[1:]),
         units_per_sample=units_per_sample,
         unit=unit,
     )
 
 
 def _count(
-    model: nn.Module, inputs: Tensor, targets: Tensor, objective: Objective
+    model: nn.Module, inputs: Inputs, targets: Tensor, objective: Objective
 ) -> tuple[float, float] | None:
     """FLOPs forward and in all; None for a module whose control flow depends on values, which the
     meta device has none of."""

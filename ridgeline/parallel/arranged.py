@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from ridgeline.config import DdpConfig
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
+from ridgeline.models.inputs import call_arguments
 from ridgeline.optim.build import Trainable, list_trainables
 from ridgeline.optim.update import Care
 from ridgeline.parallel.blocks import find_blocks
@@ -56,7 +57,7 @@ class Arranged:
     ddp: DdpConfig
     randomness: Randomness | None
     """None in a loop of the user's own, where dropout is torch's."""
-    example: tuple[Any, ...] | None = None
+    example: tuple[Any, ...] | dict[str, Any] | None = None
     tune: TuneConfig = field(default_factory=TuneConfig)
     block_costs: dict[str, float] | None = None
     """Seconds of the blocks that a pipeline is balanced by: measured where they are not given."""
@@ -112,7 +113,7 @@ class Arranged:
             if next(block.parameters(), None) is not None
         }
 
-    def require_example(self, what: str) -> tuple[Any, ...]:
+    def require_example(self, what: str) -> tuple[Any, ...] | dict[str, Any]:
         if self.example is None:
             raise UsageError(
                 f"{what} has to see the model run once: give an example input, "
@@ -268,7 +269,8 @@ class Arranged:
             return self.staged.predict(inputs)
         if self.view is not None:
             inputs = tree_map(self.view.enter_input, inputs)
-        return self.model(inputs)
+        args, kwargs = call_arguments(inputs)
+        return self.model(*args, **kwargs)
 
     def plain(self, values: Any) -> Any:
         """Whole plain tensors of what was computed `inside`."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.errors import UsageError
+from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.operators import as_type
 
 
@@ -109,6 +110,7 @@ def defer_head(model: nn.Module, example: tuple[Any, ...], output_of: Any) -> De
     example, and a model that does anything to the logits after that layer is refused.
     """
     was_training = model.training
+    args, kwargs = call_arguments(example)
     model.eval()
     made: dict[str, Tensor] = {}
     layers = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
@@ -117,7 +119,7 @@ def defer_head(model: nn.Module, example: tuple[Any, ...], output_of: Any) -> De
         for name, layer in layers.items()
     ]
     try:
-        whole = output_of(model(*example))
+        whole = output_of(model(*args, **kwargs))
         for handle in handles:
             handle.remove()
         same = [n for n, out in made.items() if out.shape == whole.shape and out.equal(whole)]
@@ -129,7 +131,7 @@ def defer_head(model: nn.Module, example: tuple[Any, ...], output_of: Any) -> De
         head = layers[same[-1]]
         head.__class__ = DeferredLinear
         head.training = True
-        hidden = output_of(model(*example))
+        hidden = output_of(model(*args, **kwargs))
         head.training = False
         if hidden.shape[:-1] != whole.shape[:-1] or hidden.shape[-1] != head.in_features:
             raise _after(same[-1])

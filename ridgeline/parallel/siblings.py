@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ridgeline.models.inputs import call_arguments
+
 MULTIPLE = 8
 """Outputs of a layer are a multiple of it, so that each part of the merged result begins on 16 bytes."""
 
@@ -111,7 +113,8 @@ def _run(model: nn.Module, example: tuple[Any, ...], device: str | None) -> None
                     made[id(tensor)] = own
                 state[f"{path}.{name}" if path else name] = made[id(tensor)]
     with torch.random.fork_rng(), torch.enable_grad():
-        torch.func.functional_call(model, state, tree_map(place, example), tie_weights=False)
+        args, kwargs = call_arguments(tree_map(place, example))
+        torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
 
 @dataclass

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ridgeline.errors import UsageError
+from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.parallel.pipeline import Pipeline, StagePlan, Timeline, build_stages, plan_stages
@@ -203,16 +204,19 @@ def _local_plan(plan: StagePlan, mesh: Mesh) -> StagePlan:
 
 
 @torch.no_grad()
-def _measure(model: nn.Module, example: tuple[Any, ...]) -> dict[str, float] | None:
+def _measure(
+    model: nn.Module, example: tuple[Any, ...] | dict[str, Any]
+) -> dict[str, float] | None:
     """Seconds of each block and of what is beside the blocks; None where the model cannot be run."""
     if any(p.is_meta for p in model.parameters()):
         return None
+    args, kwargs = call_arguments(example)
     timed = _side_by_side(model)
     times: dict[str, list[float]] = {path: [] for path in timed}
     starts: dict[str, float] = {}
 
     def now() -> float:
-        if any(isinstance(x, Tensor) and x.is_cuda for x in example):
+        if any(isinstance(x, Tensor) and x.is_cuda for x in (*args, *kwargs.values())):
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -228,7 +232,7 @@ def _measure(model: nn.Module, example: tuple[Any, ...]) -> dict[str, float] | N
     model.eval()
     try:
         for _ in range(_MEASURED_PASSES):
-            model(*example)
+            model(*args, **kwargs)
     finally:
         model.train(was_training)
         for hook in hooks:

@@ -216,7 +216,7 @@ class _Tally:
         skipped = min(given, length // 2 if is_cold else length) if is_new else 0
         before = self._seconds
         for number, batch in enumerate(batches):
-            _wait_for(batch.inputs[0].device)
+            _wait_for(batch.targets[0].device)
             now = time.perf_counter()
             if self._startup_s is None:
                 self._startup_s = now - begin
@@ -226,7 +226,7 @@ class _Tally:
                 continue
             self.num_batches += 1
             self._num_samples += sum(batch.counts)
-            self._num_bytes += sum(part.nbytes for part in (*batch.inputs, *batch.targets))
+            self._num_bytes += sum(part.nbytes for part in batch.tensors())
             self._seconds = before + now - begin
             if self._is_enough():
                 self.is_over = True
@@ -334,7 +334,7 @@ def measure_parts(
                     break
                 batch.pending = _timed(batch.pending, spent, device)
                 with spent.during("copy"):
-                    on_host = batch.inputs[0].device.type == "cpu"
+                    on_host = batch.targets[0].device.type == "cpu"
                     pinned = batch.pin_memory() if loader.pin_memory and on_host else batch
                     training.to_device(pinned)
                     _wait_for(device)

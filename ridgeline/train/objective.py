@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.data.batch import Batch
+from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.ddp import Replicated, watch_last_gradient
 from ridgeline.parallel.precision import Precision
@@ -31,7 +32,8 @@ class Objective(nn.Module):
         self.loss = loss
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
-        return self.loss(self.model(inputs), targets)
+        args, kwargs = call_arguments(inputs)
+        return self.loss(self.model(*args, **kwargs), targets)
 
 
 def build_forward_backward(

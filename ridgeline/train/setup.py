@@ -34,6 +34,7 @@ from ridgeline.layout import Layout
 from ridgeline.machine.describe import describe_machine
 from ridgeline.models.build import MODELS, build_model
 from ridgeline.models.count import count_model
+from ridgeline.models.inputs import change_each
 from ridgeline.models.weights import load_weights
 from ridgeline.optim.build import Trainable, build_optimizer
 from ridgeline.optim.master import build_master_adamw
@@ -317,26 +318,29 @@ def _count(config: RunConfig, info: SourceInfo, task: Task) -> ModelFacts:
         trace = False
     with torch.device("meta"):
         # Two samples, because batch norm refuses to train on one value per channel.
-        inputs = torch.zeros((2, *info.input_shape), dtype=info.input_dtype)
+        inputs = info.zeros(2)
         targets = torch.zeros((2, *info.target_shape), dtype=info.target_dtype)
     return count_model(
         config.model.name,
         model,
         inputs,
         targets,
-        lambda model, x, y: task.loss(model(x), y),
+        lambda model, x, y: Objective(model, task.loss)(x, y),
         info.unit,
         info.units_per_sample,
         trace,
     )
 
 
-def _example(config: RunConfig, info: SourceInfo, device: torch.device) -> tuple[Tensor, ...]:
+def _example(
+    config: RunConfig, info: SourceInfo, device: torch.device
+) -> tuple[Tensor, ...] | dict[str, Tensor]:
     """Two samples of zeros, for techniques that have to watch the model run."""
-    inputs = torch.zeros((2, *info.input_shape), dtype=info.input_dtype, device=device)
-    if inputs.is_floating_point():
-        inputs = inputs.to(_DTYPES[config.model.dtype])
-    return (inputs,)
+    dtype = _DTYPES[config.model.dtype]
+    inputs = change_each(
+        info.zeros(2, device), lambda x: x.to(dtype) if x.is_floating_point() else x
+    )
+    return (inputs,) if isinstance(inputs, Tensor) else inputs
 
 
 def _build_weights(config: RunConfig, device: torch.device, weights: str) -> nn.Module:
@@ -377,7 +381,7 @@ def _build_to_device(config: RunConfig, device: torch.device) -> Callable[[Batch
 
     def to_device(batch: Batch) -> Batch:
         batch = batch.to(device).settle()
-        inputs = [adapt(value) for value in batch.inputs]
+        inputs = [change_each(part, adapt) for part in batch.inputs]
         return replace(batch, inputs=inputs, targets=[adapt(value) for value in batch.targets])
 
     return to_device

@@ -15,8 +15,10 @@ import torch
 from ridgeline.config import RunConfig
 from ridgeline.data.augment.apply import build_augment
 from ridgeline.data.build import build_sources
+from ridgeline.data.source import SourceInfo
 from ridgeline.errors import UsageError, unknown_word
 from ridgeline.models.build import build_model
+from ridgeline.models.inputs import change_each
 from ridgeline.models.trace import Batch, trace_module
 from ridgeline.plan.module import ModuleFacts
 from ridgeline.plan.recipe import optimizer_slots
@@ -42,18 +44,19 @@ def trace_recipe(config: RunConfig) -> ModuleFacts:
     task = build_task(config.train.task, info.task)
 
     def batch(count: int) -> Batch:
-        inputs = torch.zeros((count, *info.input_shape), dtype=info.input_dtype)
-        if inputs.is_floating_point():
-            inputs = inputs.to(DTYPES[config.model.dtype])
+        dtype = DTYPES[config.model.dtype]
+        inputs = change_each(
+            info.zeros(count), lambda x: x.to(dtype) if x.is_floating_point() else x
+        )
         targets = torch.zeros((count, *info.target_shape), dtype=info.target_dtype)
-        return (inputs,), targets
+        return inputs if isinstance(inputs, tuple) else (inputs,), targets
 
     return trace_module(
         config.name or config.model.name,
         lambda: build_model(config.model.name, **config.model.args).to(DTYPES[config.model.dtype]),
         batch,
         task.loss,
-        [_describe(info.input_shape, info.input_dtype)],
+        _describe_all(info),
         info.unit,
         info.units_per_sample,
         optimizer_slots(config),
@@ -109,6 +112,12 @@ def _read_input(text: str) -> tuple[str, tuple[int, ...], torch.dtype]:
     if dtype and dtype not in DTYPES:
         raise unknown_word("type", dtype, DTYPES, f"--input {text}")
     return key, tuple(int(size) for size in sizes), DTYPES[dtype or "float32"]
+
+
+def _describe_all(info: SourceInfo) -> list[str]:
+    if not info.arguments:
+        return [_describe(info.input_shape, info.input_dtype)]
+    return [(f"{a.name}=" if a.name else "") + _describe(a.shape, a.dtype) for a in info.arguments]
 
 
 def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:

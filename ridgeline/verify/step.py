@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.data.batch import Batch
+from ridgeline.models.inputs import change_each
 from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.train.setup import Training
 from ridgeline.verify.record import Tensors
@@ -82,10 +83,11 @@ def _narrow(training: Training) -> Iterator[None]:
 def _reordered(batch: Batch) -> Batch:
     """The samples of each microbatch from the last to the first: the same sums in another order."""
 
-    def turned(parts: list[Tensor]) -> list[Tensor]:
-        return [part.flip(0) for part in parts]
+    def turned(part: Tensor) -> Tensor:
+        return part.flip(0)
 
     indices = tuple(part[::-1].copy() for part in batch.indices)
+    inputs = [change_each(part, turned) for part in batch.inputs]
     return replace(
-        batch, inputs=turned(batch.inputs), targets=turned(batch.targets), indices=indices
+        batch, inputs=inputs, targets=[turned(part) for part in batch.targets], indices=indices
     )

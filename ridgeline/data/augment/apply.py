@@ -19,6 +19,7 @@ from ridgeline.data.augment.check import check_augment
 from ridgeline.data.augment.geometry import Places, to_device, widen
 from ridgeline.data.keyed import keyed_uniform
 from ridgeline.data.source import SourceInfo
+from ridgeline.errors import UsageError
 
 # Keys of the draws of each step.
 _CROP, _FLIP, _COLOUR, _MIX, _ROLL = 1, 2, 3, 4, 5
@@ -39,6 +40,13 @@ def build_augment(
     check_augment(config, info)
     decodes = info.input_dtype in _STORED and info.task in ("classify", "segment", "forecast")
     augment = Augment(config, info, seed, train)
+    if info.arguments:
+        if augment.does_something:
+            raise UsageError(
+                f"data.augment changes one input, and the samples of data.source have "
+                f"{len(info.arguments)}; leave it out, and change them in the data set"
+            )
+        return None
     return augment if decodes or augment.does_something else None
 
 

@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ridgeline.errors import UsageError
+from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.pipeline.structure import (
     Where,
     batch_size,
-    call_arguments,
     is_transparent,
     map_leaves,
     tensors_in,

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.errors import RunError, UsageError
+from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.pipeline.plan import Cut, StagePlan
 from ridgeline.parallel.pipeline.structure import (
     TensorSpec,
     batch_size,
-    call_arguments,
     map_leaves,
     replace_tensors,
     tensors_in,

@@ -95,15 +95,6 @@ def is_transparent(value: Any) -> bool:
     return all(is_transparent(part) for _, part in inside)
 
 
-def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called on `inputs`: one tensor, a tuple of arguments, or keywords."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    return (inputs,), {}
-
-
 def batch_size(inputs: Any) -> int:
     """Size of the first dim of the first tensor: the samples in `inputs`."""
     for _, tensor in tensors_in(inputs):
