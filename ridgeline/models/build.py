@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ridgeline.errors import UsageError, nearest_word, tell_where, unknown_word
 from ridgeline.models.alexnet import AlexNet
@@ -79,7 +80,24 @@ def _call(name: str, builder: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise UsageError(f"model {name!r} gave a {kind} where a torch.nn.Module was expected")
+    _require_dense(name, model)
     return model
+
+
+def _require_dense(name: str, model: nn.Module) -> None:
+    """Every parameter has a size, and gradients of that size."""
+    for path, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(
+                f"parameter {path} of model {name!r} has no size before the model has run; name the sizes "
+                "(nn.Linear(in, out) for nn.LazyLinear(out)), or run it once in its constructor"
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                f"{path} of model {name!r} has sparse=True, and sparse gradients are neither clipped nor "
+                "reduced nor taken by AdamW; use sparse=False"
+            )
 
 
 def _check_arguments(name: str, builder: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

@@ -96,6 +96,16 @@ def test_users_own_classes():
         ("my_nets:wrong", {}, "gave a int where"),
         ("my_nets:Net", {"widht": 3}, "no argument 'widht' in model.args; did you mean 'width'"),
         ("my_nets:Net", {}, "needs width in model.args"),
+        (
+            "torch.nn:LazyLinear",
+            {"out_features": 4},
+            "parameter weight of model .* has no size before",
+        ),
+        (
+            "torch.nn:Embedding",
+            {"num_embeddings": 4, "embedding_dim": 2, "sparse": True},
+            "sparse=True, and sparse gradients are neither clipped .*; use sparse=False",
+        ),
         ("my_nets:Net", {"width": 4, "depth": 0}, r"depth must be positive \(.*my_nets.py:\d+\)"),
     ],
 )
