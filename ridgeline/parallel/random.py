@@ -306,7 +306,12 @@ class Randomness:
     def replay(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """`checkpoint(..., context_fn=randomness.replay)`: the recomputation gets the masks of the
         forward pass it repeats, also when other microbatches ran in between, as in a pipeline."""
-        return nullcontext(), self._replayed(self._state())
+        return nullcontext(), self.moment()()
+
+    def moment(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts, as many as are wanted, in which everything draws as it would now."""
+        state = self._state()
+        return lambda: self._replayed(state)
 
     def _state(self) -> tuple[Any, ...]:
         counts = [(n.calls, n.index, n.replayed, n.num_functional) for n in self._nodes]
