@@ -258,11 +258,27 @@ def _recompute(built: Arranged) -> None:
             apply_recompute(module, built.layout.recompute, _again(built), blocks or None)
 
 
+def _own_recompute(built: Arranged) -> None:
+    """Checkpointing in the model's own code, inside of which a layout has to be as it was."""
+    draws = built.randomness is not None and built.randomness.is_used
+    if built.view is None and built.staged is None and not draws:
+        return
+    from ridgeline.parallel.own_recompute import apply_own_recompute
+
+    for module in built.callables if built.staged is None else built.parts:
+        apply_own_recompute(module, _moment(built))
+
+
 def _again(built: Arranged) -> Callable[[], AbstractContextManager[Any]]:
+    moment = _moment(built)
+    return lambda: moment()()
+
+
+def _moment(built: Arranged) -> Callable[[], Callable[[], AbstractContextManager[Any]]]:
     """What a recomputation finds as it was in forward: the samples at hand, and the global view."""
 
-    def contexts() -> AbstractContextManager[Any]:
-        replayed = built.randomness.replay()[1] if built.randomness is not None else nullcontext()
+    def moment() -> Callable[[], AbstractContextManager[Any]]:
+        replayed = built.randomness.moment() if built.randomness is not None else nullcontext
         num_real = built.share.num_real
 
         @contextmanager
@@ -271,14 +287,14 @@ def _again(built: Arranged) -> Callable[[], AbstractContextManager[Any]]:
             now, built.share.num_real = built.share.num_real, num_real
             # In the order of the forward pass: dropout is keyed before the view sees the call.
             try:
-                with built.view.active() if built.view is not None else nullcontext(), replayed:
+                with built.view.active() if built.view is not None else nullcontext(), replayed():
                     yield
             finally:
                 built.share.num_real = now
 
-        return enter()
+        return enter
 
-    return contexts
+    return moment
 
 
 def _offload_activations(built: Arranged) -> None:
@@ -447,6 +463,7 @@ ORDER: tuple[Technique, ...] = (
     Technique(_compile_split),
     Technique(_narrow, ("precision=fp8",)),
     Technique(_recompute, ("recompute=selective", "recompute=full")),
+    Technique(_own_recompute),
     Technique(_offload_activations, ("offload=activations",)),
     Technique(_compile, ("compile",)),
     Technique(

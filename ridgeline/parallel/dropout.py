@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -187,13 +187,19 @@ def _seems_random(module: nn.Module) -> bool:
     if re.search("stochastic_?depth|drop_?path", kind.__name__, re.IGNORECASE):
         return True
     functions = [f for f in vars(kind).values() if isinstance(f, FunctionType)]
-    names = {name for function in functions for name in function.__code__.co_names}
+    names = {name for function in functions for name in _names_in(function.__code__)}
     if kind.__module__.startswith("torch.nn."):
         return False
     if any(not hasattr(module, name) for name in names & _RANDOM_NAMES):
         return True
     holds = any(_function_of(child) and child.p > 0 for child in module.children())
     return holds and "scaled_dot_product_attention" in names  # to which it may give that rate
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names that code uses, with those of functions inside of it."""
+    inner = [_names_in(value) for value in code.co_consts if isinstance(value, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def _dropout_forward(self: Any, input: Tensor) -> Tensor:

@@ -306,7 +306,12 @@ class Randomness:
     def replay(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """`checkpoint(..., context_fn=randomness.replay)`: the recomputation gets the masks of the
         forward pass it repeats, also when other microbatches ran in between, as in a pipeline."""
-        return nullcontext(), self._replayed(self._state())
+        return nullcontext(), self.moment()()
+
+    def moment(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts, as many as are wanted, in which everything draws as it would now."""
+        state = self._state()
+        return lambda: self._replayed(state)
 
     def _state(self) -> tuple[Any, ...]:
         counts = [(n.calls, n.index, n.replayed, n.num_functional) for n in self._nodes]
@@ -426,22 +431,9 @@ def keyed_attention(
 ) -> Tensor:
     """`scaled_dot_product_attention` with dropout, written out: a fused kernel's mask has no key.
 
-    `q` may be some heads or rows of queries at `place`, which is known of a DTensor; keys and values
-    are then those of these heads and of all rows. Holds all scores of the part at one time.
+    `q` may be some heads or rows of queries at `place`; keys, values and the mask are then those of
+    these heads, and keys and values of all rows. Holds all scores of the part at one time.
     """
-    place = place or randomness.offsets_of(q)
-    if isinstance(q, DTensor):
-        _check_split_by_heads(q, k, v)
-        mask = attn_mask.to_local() if isinstance(attn_mask, DTensor) else attn_mask
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        with torch._C.DisableTorchFunction():
-            parts = [x.to_local() for x in (q, k, v)]
-            out = keyed_attention(
-                *parts, p, randomness, site, attn_mask=mask, place=place, **options
-            )
-            whole = torch.empty(*q.shape[:-1], v.shape[-1], device="meta")
-            shape = {"shape": whole.shape, "stride": whole.stride()}
-            return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, **shape)
     shape, offsets = place or (q.shape, [0] * q.dim())
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
@@ -453,20 +445,6 @@ def keyed_attention(
     whole, starts = [*shape[:-1], k.shape[-2]], [*offsets[:-1], 0]
     weights = keyed_dropout(weights, p, randomness, site, whole, starts, sample_dim=0)
     return weights.to(v.dtype) @ v
-
-
-def _check_split_by_heads(q: DTensor, k: Tensor, v: Tensor) -> None:
-    whole = all(
-        place.is_replicate() or place.is_shard(0) or place.is_shard(1) for place in q.placements
-    )
-    for x in (k, v):
-        split = getattr(x, "placements", "one plain tensor")
-        if not whole or split != q.placements:
-            raise UsageError(
-                f"scaled_dot_product_attention with dropout got queries split as {q.placements} and "
-                f"keys or values as {split}; set the model's attention dropout to 0, or leave cp (or "
-                "the tp that does not divide its key heads) out of the layout"
-            )
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -114,6 +114,7 @@ class _Region:
         def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             return _build_contexts(self)
 
+        context_fn.is_ridgelines = True  # type: ignore[attr-defined]  # see own_recompute.py
         # A plain function and no method, which is what torch.compile takes.
         self.context_fn = context_fn
 

@@ -626,9 +626,11 @@ def test_ring_attention_drops_what_one_device_drops(ranks: Any) -> None:
 class Attending(nn.Module):
     """Attention with dropout and nothing else; `num_keys` heads of keys, 0: heads in the batch."""
 
-    def __init__(self, num_keys: int, is_causal: bool) -> None:
+    def __init__(self, num_keys: int, is_causal: bool, bias: int | None = None) -> None:
         super().__init__()
         self.num_keys, self.is_causal, self.drop_rate = num_keys, is_causal, 0.4
+        heads = () if bias is None else (bias, 11, 11)
+        self.bias = nn.Parameter(torch.randn(heads)) if heads else None
         self.q, self.k, self.v = (nn.Linear(24, 6 * n) for n in (4, num_keys or 4, num_keys or 4))
         self.out = nn.Linear(24, 24)
 
@@ -640,16 +642,18 @@ class Attending(nn.Module):
         if not self.num_keys:
             q, k, v = (t.reshape(num * 4, length, 6) for t in (q, k, v))
         y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.drop_rate, is_causal=self.is_causal,
+            q, k, v, self.bias, dropout_p=self.drop_rate, is_causal=self.is_causal,
             enable_gqa=self.num_keys in (1, 2),
         )  # fmt: skip
         return self.out(y.view(num, 4, length, 6).transpose(1, 2).reshape(num, length, 24))
 
 
-def cut_attention(cp: int, tp: int, num_keys: int, is_causal: bool) -> list[float]:
+def cut_attention(
+    cp: int, tp: int, num_keys: int, is_causal: bool, bias: int | None = None
+) -> list[float]:
     """Distances of outputs and gradients between one process and heads and positions that are cut."""
     torch.manual_seed(0)
-    model = Attending(num_keys, is_causal).double()
+    model = Attending(num_keys, is_causal, bias).double()
     x = torch.randn(2, 11, 24, dtype=torch.float64)
     results = []
     for is_cut in (False, True):
@@ -661,12 +665,17 @@ def cut_attention(cp: int, tp: int, num_keys: int, is_causal: bool) -> list[floa
             view = GlobalView(mesh, sp=False)
             cut_layers(view, module, plan_tensor(model, tp, (x,)))
             enter_view(view, module)
-            use_ring(view, mesh.get_group("cp"))
+            if cp > 1:
+                use_ring(view, mesh.get_group("cp"))
             use_randomness(view, randomness)
         given = x.clone().requires_grad_()
         out = module(given)
         out.square().sum().backward()
         results.append((out.detach(), given.grad))
+        if bias is not None:
+            if is_cut and cp > 1:  # complete over tp, partial over cp
+                dist.all_reduce(module.bias.grad, group=mesh.get_group("cp"))
+            results[-1] += (module.bias.grad,)
     assert (results[0][0] - model.eval()(x)).abs().max() > 0.01
     return [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
 
@@ -680,6 +689,16 @@ def test_attention_that_is_cut_drops_what_one_device_drops(
     for is_causal in (False, True):
         for found in ranks(cp * tp, cut_attention, cp, tp, num_keys, is_causal):
             assert max(found) < 1e-10, found
+
+
+@pytest.mark.parametrize(("cp", "tp", "num_keys"), [(1, 2, 1), (1, 2, 4), (2, 2, 4)])
+def test_a_mask_or_bias_of_attention_is_cut_with_its_heads(
+    ranks: Any, cp: int, tp: int, num_keys: int
+) -> None:
+    """One of every head's own, and one for all, which gets a gradient from each rank's heads."""
+    for bias in (None, 1, 4):
+        for found in ranks(cp * tp, cut_attention, cp, tp, num_keys, False, bias):
+            assert max(found) < 1e-10, (bias, found)
 
 
 # Split tensors
@@ -708,12 +727,6 @@ def split_dropout() -> list[bool]:
         by_module = model(part).full_tensor()
         randomness.begin(0, torch.tensor([4, 2]))
         checks.append(torch.equal(by_module, model(x)))
-    heads = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0)).double()
-    split = distribute_tensor(heads, mesh, [Shard(1)])
-    expected = keyed_attention(heads, heads, heads, 0.4, randomness, 2, is_causal=True)
-    out = keyed_attention(split, split, split, 0.4, randomness, 2, is_causal=True)
-    checks.append(out.shape == expected.shape)
-    checks.append(torch.allclose(out.full_tensor(), expected, rtol=1e-13))
     return checks
 
 

@@ -31,12 +31,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
 def attention(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The rule for `scaled_dot_product_attention`.
 
-    `draw(shape, offsets, num_local)` among the arguments makes the `keep` of `ring_attention`, which is
-    dropout: of a shape (batch, heads, queries, keys), of which this rank has some heads.
+    With dropout there is one argument more. On a ring `draw(shape, offsets, num_local)` makes the `keep`
+    of `ring_attention`: of a shape (batch, heads, queries, keys), of which this rank has some heads.
+    Elsewhere `keyed` computes the attention itself, of queries at a `place`.
     """
     given = dict(zip(_NAMES, args, strict=False)) | kwargs
     q, k, v = (given.pop(name) for name in _NAMES[:3])
     mask, draw = given.pop("attn_mask", None), given.pop("draw", None)
+    keyed = given.pop("keyed", None)
     dims = q.dim()
     if k.dim() != dims or v.dim() != dims or dims < 3 or q.shape[: dims - 3] != k.shape[: dims - 3]:
         return NotImplemented
@@ -89,22 +91,30 @@ def attention(view: GlobalView, func: Callable[..., Any], args: Any, kwargs: Any
         return enter(out, view.mesh, tuple(placements), (*q.shape[:-1], v.shape[-1]))
     if draw is not None:
         given["keep"] = _keep_here(view, draw, q, k, q_local, head if cut else None)
-    out = view.attention(q_local, k_local, v_local, attn_mask=mask, **given)
+    if keyed is not None:
+        given["place"] = tuple(q.shape), (*_offsets(view, q, head if cut else None), 0, 0)
+    out = (keyed or view.attention)(q_local, k_local, v_local, attn_mask=mask, **given)
     return enter(out, view.mesh, tuple(placements), (*q.shape[:-1], v.shape[-1]))
 
 
 def _keep_here(
     view: GlobalView, draw: Callable[..., Any], q: Tensor, k: Tensor, local: Tensor, cut: int | None
 ) -> Any:
-    """Dropout of the heads that are here, of which the first is known by the dim that tp cuts."""
+    """Dropout of the heads that are here."""
     one_head = (1,) if q.dim() == 3 else ()  # heads folded into the batch
+    offsets = _offsets(view, q, cut)
+    shape = (*q.shape[:-2], *one_head, q.shape[-2], k.shape[-2])
+    return draw(shape, (*offsets, *[0] * len(one_head)), (*local.shape[:-2], *one_head))
+
+
+def _offsets(view: GlobalView, q: Tensor, cut: int | None) -> list[int]:
+    """Where this rank's part begins in the dims before the queries, of which tp may cut one."""
     offsets = [0] * (q.dim() - 2)
     if cut is not None:
         assert view.tp is not None
         lengths = chunk_sizes(q.shape[cut], view.mesh.size(view.tp))
         offsets[cut] = sum(lengths[: view.mesh.get_local_rank(view.tp)])
-    shape = (*q.shape[:-2], *one_head, q.shape[-2], k.shape[-2])
-    return draw(shape, (*offsets, *[0] * len(one_head)), (*local.shape[:-2], *one_head))
+    return offsets
 
 
 def _is_cut(view: GlobalView, x: Tensor, dim: int) -> bool:

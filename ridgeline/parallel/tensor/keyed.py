@@ -47,22 +47,24 @@ def _attention(
     site: int,
     **options: Any,
 ) -> Tensor:
-    """Attention with dropout; on a ring each rank draws for its own heads and queries."""
+    """Attention with dropout: each rank draws for its own heads, and on a ring for its own queries."""
 
     def draw(shape: tuple[int, ...], offsets: tuple[int, ...], num_local: tuple[int, ...]) -> Any:
         dtype = torch.promote_types(query.dtype, torch.float32)
         return attention_keep(p, randomness, site, shape, dtype, offsets, num_local)
 
+    def keyed(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        return keyed_attention(q, k, v, p, randomness, site, **given)
+
     # The dropout's mode called, and the view is still on: it would take the parts for whole tensors.
     with torch._C.DisableTorchFunction():
         query, key, value = (view.in_order(x) for x in (query, key, value))
         options = {name: view.in_order(option) for name, option in options.items()}
-        if view.attention is attend:
-            return keyed_attention(query, key, value, p, randomness, site, **options)
-        function, given = F.scaled_dot_product_attention, {**options, "draw": draw}
+        own = {"keyed": keyed} if view.attention is attend else {"draw": draw}
+        function, given = F.scaled_dot_product_attention, {**options, **own}
         result = attention(view, function, (query, key, value), given)
         if result is not NotImplemented:
             return result
         whole = [view.plain(x) for x in (query, key, value)]
         given = {name: view.plain(option) for name, option in options.items()}
-        return view.wrap(keyed_attention(*whole, p, randomness, site, **given))
+        return view.wrap(keyed(*whole, **given))
