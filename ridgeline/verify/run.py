@@ -19,7 +19,8 @@ from ridgeline.launch.forked import Ranks
 from ridgeline.layout import Layout, require_layout
 from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.train.checks import check_batch
-from ridgeline.verify.compare import Comparison, compare
+from ridgeline.verify.compare import Comparison
+from ridgeline.verify.exact import compare_exact
 from ridgeline.verify.follow import follow
 from ridgeline.verify.overflow import compare_overflowed, overflowed
 from ridgeline.verify.record import Recording, record_training
@@ -82,10 +83,7 @@ class Verifier:
         start = time.perf_counter()
         try:
             if precision == "float64":
-                found = compare(
-                    self._reference(layout, precision),
-                    self._record(layout, precision, layout.compile),
-                )
+                found = self._compare_exact(layout)
             else:
                 found = self._compare_rounded(layout.replace(precision=precision))
         except BrokenReference:
@@ -95,6 +93,13 @@ class Verifier:
         except RunError as error:
             return Row(layout, precision, None, failed=str(error))
         return Row(layout, precision, found, seconds=time.perf_counter() - start)
+
+    def _compare_exact(self, layout: Layout) -> Comparison:
+        reference = self._reference(layout, "float64")
+        found = self._record(layout, "float64", layout.compile)
+        return compare_exact(
+            reference, found, lambda way: self._follow(layout, "float64", found, way)
+        )
 
     def _compare_rounded(self, layout: Layout) -> Comparison:
         precision, rounding = layout.precision, self._rounding(layout)
