@@ -228,6 +228,7 @@ class _Session:
         self.samples.add(result)
         for line in self.skipped.add(result.skipped, result.step):
             self.log.note(line)
+        self.log.note(self.training.late_note())
         self.log.note(self.trace.after(result.step - self.start.step, self.main_run))
 
     def _flush(self) -> None:

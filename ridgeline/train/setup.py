@@ -51,6 +51,7 @@ from ridgeline.train.checks import check_batch, count_parts
 from ridgeline.train.chunked import choose_loss
 from ridgeline.train.clock import Clock, build_clock
 from ridgeline.train.hang import collective_timeout
+from ridgeline.train.ignored import IgnoredTargets
 from ridgeline.train.objective import Objective, build_forward_backward
 from ridgeline.train.staging import Staging, stage_data
 from ridgeline.train.step import ForwardBackward
@@ -93,6 +94,8 @@ class Training:
     machine_facts: MachineFacts
     notes: list[str] = field(default_factory=list)
     """Sentences for the user: what was decided from the recipe."""
+    late_note: Callable[[], str] = lambda: ""
+    """One more, once batches have shown it."""
     staging: Staging = field(default_factory=Staging)
     """Copies of the data on this node's disk."""
 
@@ -192,7 +195,8 @@ def _build_on(
         block_costs=block_costs,
     )
     clock = build_clock(device)
-    to_device = _build_to_device(config, device)
+    ignored = IgnoredTargets(task, config.data.source)
+    to_device = ignored.watching(_build_to_device(config, device))
     loader, eval_loader = _build_loaders(config, layout, mesh, sources, changes)
     num_steps = count_steps(config, len(loader))
     rate, note = scale_lr(
@@ -233,6 +237,7 @@ def _build_on(
         num_steps=num_steps,
         model_facts=model_facts,
         machine_facts=machine_facts,
+        late_note=ignored.take,
         notes=[
             note,
             *warmup_note,

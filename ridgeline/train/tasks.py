@@ -39,6 +39,8 @@ class Task:
     metrics: tuple[str, ...] = ("loss",)
     """Names an evaluation gives, which are the names a target can have."""
     higher_is_better: frozenset[str] = frozenset()
+    skips_ignored: bool = False
+    """Whether the loss is a mean over the targets that are not IGNORED, of all samples together."""
 
 
 def main_output(outputs: Any) -> Tensor:
@@ -149,6 +151,7 @@ TASKS: dict[str, Task] = {
         _classify_sums,
         metrics=("loss", "accuracy"),
         higher_is_better=frozenset({"accuracy"}),
+        skips_ignored=True,
     ),
     "segment": Task(
         "segment",
@@ -156,6 +159,7 @@ TASKS: dict[str, Task] = {
         _segment_sums,
         metrics=("loss", "pixel_accuracy"),
         higher_is_better=frozenset({"pixel_accuracy"}),
+        skips_ignored=True,
     ),
     "causal_lm": Task(
         "causal_lm",
@@ -164,6 +168,7 @@ TASKS: dict[str, Task] = {
         _with_perplexity,
         metrics=("loss", "token_accuracy", "perplexity"),
         higher_is_better=frozenset({"token_accuracy"}),
+        skips_ignored=True,
     ),
     "masked_lm": Task(
         "masked_lm",

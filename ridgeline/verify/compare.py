@@ -1,13 +1,17 @@
 """Two recordings in float64 side by side: the first tensor that differs, at which step, and by how much.
 
 Differences are relative to the largest element of the tensor, because a single element near zero has no
-digits left to agree in. Other precisions: `rounding.py`. Called by `run.py` and by the parity tests.
+digits left to agree in. Where a model computes in less than float64 by itself, one device shows how much
+that moves its own steps (`measure_noise`). Other precisions: `rounding.py`. Called by `exact.py` and by the
+parity tests.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,7 +19,11 @@ from ridgeline.verify.record import Recording, Tensors
 
 FLOAT64_BOUND = 1e-9
 """Relative; an error of a formula is many times larger, rounding in float64 a million times smaller."""
-
+NOISE_FACTOR = 10.0
+"""What a layout may be off by, of what one device's own steps are moved by: few of its digits are lost in
+each of them, and never the same ones."""
+_TELLING = 1e-4
+"""Noise that hides an error of this size hides too much."""
 
 KINDS = ("loss", "gradient", "weight", "metric")
 
@@ -67,22 +75,66 @@ class Comparison:
         return self.first is None
 
 
-def compare(one: Recording, other: Recording) -> Comparison:
+@dataclass(frozen=True)
+class Noise:
+    """How far one device's steps are apart that ought to be the same: the largest of each, relative."""
+
+    sizes: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By kind and name."""
+
+    @property
+    def usual(self) -> float:
+        """Of gradients, in half of the tensors."""
+        found = [size for (kind, _), size in self.sizes.items() if kind == "gradient"]
+        return statistics.median(found) if found else 0.0
+
+    def bound(self, kind: str, name: str) -> float:
+        """What a layout may be off by; never more for weights, which follow from the layout's gradients."""
+        size = self.sizes.get(("loss", "") if kind == "metric" else (kind, name), 0.0)
+        if kind == "gradient":
+            size = max(size, self.usual)
+        return max(FLOAT64_BOUND, NOISE_FACTOR * size)
+
+    @property
+    def unclear(self) -> str:
+        largest = max(self.usual, self.sizes.get(("loss", ""), 0.0))
+        if NOISE_FACTOR * largest <= _TELLING:
+            return ""
+        return f"rounding alone moves steps of one device by {largest:.1e}, in float64"
+
+
+def measure_noise(exact: Recording, others: list[Recording]) -> Noise:
+    """From steps of one device that only rounding tells from those of `exact`."""
+    sizes: dict[tuple[str, str], float] = {}
+    for other in others:
+        for difference in _differences(exact, other):
+            if math.isfinite(difference.size):
+                key = difference.kind, difference.name
+                sizes[key] = max(sizes.get(key, 0.0), difference.size)
+    return Noise(sizes)
+
+
+def compare(one: Recording, other: Recording, noise: Noise | None = None) -> Comparison:
     """`one` is the reference. In the order of computation: loss, gradients, weights, evaluation."""
+    noise = noise or Noise()
     worst = dict.fromkeys(KINDS, 0.0)
+    bounds = dict.fromkeys(KINDS, FLOAT64_BOUND)
     first: Difference | None = None
+    for difference in _differences(one, other):
+        kind, bound = difference.kind, noise.bound(difference.kind, difference.name)
+        worst[kind], bounds[kind] = max(worst[kind], difference.size), max(bounds[kind], bound)
+        if first is None and not difference.size <= bound:
+            first = difference
+    return Comparison(Sizes(**worst), Sizes(**bounds), first, noise.unclear)
+
+
+def _differences(one: Recording, other: Recording) -> Iterator[Difference]:
     require_same_steps(one, other)
     for step in range(len(one.losses)):
-        found = [Difference("loss", "", step + 1, relative(one.losses[step], other.losses[step]))]
-        found += _tensors("gradient", step + 1, one.gradients[step], other.gradients[step])
-        found += _tensors("weight", step + 1, one.weights[step], other.weights[step])
-        if step + 1 == len(one.losses):
-            found += _metrics(step + 1, one.metrics, other.metrics)
-        for difference in found:
-            worst[difference.kind] = max(worst[difference.kind], difference.size)
-            if first is None and not difference.size <= FLOAT64_BOUND:
-                first = difference
-    return Comparison(Sizes(**worst), Sizes(**dict.fromkeys(KINDS, FLOAT64_BOUND)), first)
+        yield Difference("loss", "", step + 1, relative(one.losses[step], other.losses[step]))
+        yield from _tensors("gradient", step + 1, one.gradients[step], other.gradients[step])
+        yield from _tensors("weight", step + 1, one.weights[step], other.weights[step])
+    yield from _metrics(len(one.losses), one.metrics, other.metrics)
 
 
 def require_same_steps(one: Recording, other: Recording) -> None:

@@ -19,7 +19,9 @@ from ridgeline.launch.forked import Ranks
 from ridgeline.layout import Layout, require_layout
 from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.train.checks import check_batch
-from ridgeline.verify.compare import Comparison, compare
+from ridgeline.verify.compare import Comparison
+from ridgeline.verify.divided import Parts, compare_parts, judge
+from ridgeline.verify.exact import compare_exact
 from ridgeline.verify.follow import follow
 from ridgeline.verify.overflow import compare_overflowed, overflowed
 from ridgeline.verify.record import Recording, record_training
@@ -76,16 +78,17 @@ class Verifier:
         self._ranks: dict[int, Ranks] = {}
         self._references: dict[tuple[object, ...], Recording] = {}
         self._roundings: dict[tuple[object, ...], Rounding] = {}
+        self._divided: dict[tuple[int, bool], Comparison] = {}
+        """By number of microbatches, and whether batches are even: one device that takes them beside one
+        that takes the batch whole."""
+        self._parts: dict[tuple[int, bool], Parts] = {}
 
     def check(self, layout: Layout, precision: str = "float64") -> Row:
         """Train in `layout` and compare with one device."""
         start = time.perf_counter()
         try:
             if precision == "float64":
-                found = compare(
-                    self._reference(layout, precision),
-                    self._record(layout, precision, layout.compile),
-                )
+                found = self._compare_exact(layout)
             else:
                 found = self._compare_rounded(layout.replace(precision=precision))
         except BrokenReference:
@@ -95,6 +98,30 @@ class Verifier:
         except RunError as error:
             return Row(layout, precision, None, failed=str(error))
         return Row(layout, precision, found, seconds=time.perf_counter() - start)
+
+    def _compare_exact(self, layout: Layout) -> Comparison:
+        found = self._record(layout, "float64", layout.compile)
+        verdict = self._judge_exact(layout, found)
+        num_parts = max(layout.accumulate, layout.microbatches)
+        if num_parts == 1 or not verdict.same:
+            return verdict
+        whole = Layout(compile=layout.compile)
+        key = num_parts, layout.compile
+        if key not in self._divided:
+            divided = whole.replace(accumulate=num_parts)
+            self._divided[key] = self._judge_exact(whole, self._reference(divided, "float64"))
+        if self._divided[key].same:
+            return verdict
+        if key not in self._parts:
+            config = self._configured(Layout(accumulate=num_parts), "float64", layout.compile)
+            self._parts[key] = self._on(1)(_compare_parts, config)
+        return judge(verdict, self._divided[key], self._parts[key])
+
+    def _judge_exact(self, layout: Layout, found: Recording) -> Comparison:
+        reference = self._reference(layout, "float64")
+        return compare_exact(
+            reference, found, lambda way: self._follow(layout, "float64", found, way)
+        )
 
     def _compare_rounded(self, layout: Layout) -> Comparison:
         precision, rounding = layout.precision, self._rounding(layout)
@@ -192,6 +219,10 @@ def _ways(layout: Layout) -> tuple[str, str]:
 
 def _record(env: RankEnv, config: RunConfig) -> Recording:
     return record_training(config, env)
+
+
+def _compare_parts(env: RankEnv, config: RunConfig) -> Parts:
+    return compare_parts(config, env)
 
 
 def _follow(

@@ -82,10 +82,6 @@ def _conclude(console: Console, rows: list[Row], steps: int, survey: bool) -> No
     console.print(f"{counts['same']} of {proven} same after {steps} {step}{unclear}{refused}")
     if counts["refused"] and survey:
         console.print("refused: the model cannot be arranged so (--full shows why)")
-    if any(max(row.layout.accumulate, row.layout.microbatches) > 1 for row in rows):
-        console.print(
-            "layouts with microbatches: compared with one device that takes the same ones"
-        )
     for row in rows:
         if row.verdict in ("differs", "failed"):
             raise RunError(f"{row.layout} in {row.precision} {row.verdict}: {row.detail}")

@@ -5,8 +5,8 @@ Between the two `follow.py` puts what a layout had in their place. Called by `re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,9 @@ from ridgeline.models.inputs import change_each
 from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.train.setup import Training
 from ridgeline.verify.record import Tensors
+
+NUDGE = 2.0**-40
+"""Relative: what comes of it in float64 is far below the bound of a proof there."""
 
 
 @torch.no_grad()
@@ -31,10 +34,11 @@ def backward(training: Training, batch: Batch, way: str) -> float:
     """Leaves the gradients of a batch, or of a replica's share; returns its part of the loss.
 
     plain: as one device does; reordered: the samples of each microbatch in another order; narrow: weights
-    and gradients in 16 bits, as sharded replicas keep them.
+    and gradients in 16 bits, as sharded replicas keep them; nudged: weights a little off, by what float64
+    hardly feels and what flips the last digit of a number here and there that a model has cast to float32.
     """
     given = _reordered(batch) if way == "reordered" else batch
-    with _narrow(training) if way == "narrow" else nullcontext():
+    with _CHANGED.get(way, lambda _: nullcontext())(training):
         share = training.forward_backward(training.to_device(given), training.clock)
     return float(share.double())
 
@@ -78,6 +82,27 @@ def _narrow(training: Training) -> Iterator[None]:
         gradient, parameter.grad = parameter.grad, None
         parameter.data = data
         parameter.grad = None if gradient is None else gradient.to(data.dtype)
+
+
+@contextmanager
+def _nudged(training: Training) -> Iterator[None]:
+    """The same nudges at every step; the weights are given back as they were."""
+    generator = torch.Generator().manual_seed(0)
+    kept = [(parameter, parameter.detach().clone()) for parameter in training.model.parameters()]
+    with torch.no_grad():
+        for parameter, data in kept:
+            noise = torch.rand(data.shape, generator=generator, dtype=torch.float64)
+            parameter.mul_(1 + NUDGE * (2 * noise.to(data) - 1))
+    yield
+    with torch.no_grad():
+        for parameter, data in kept:
+            parameter.copy_(data)
+
+
+_CHANGED: dict[str, Callable[[Training], AbstractContextManager[None]]] = {
+    "narrow": _narrow,
+    "nudged": _nudged,
+}
 
 
 def _reordered(batch: Batch) -> Batch:
