@@ -30,6 +30,7 @@ from ridgeline.errors import RunError, UsageError
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.flat import Piece
 from ridgeline.parallel.fsdp import free_gathered
+from ridgeline.parallel.pipeline.stage import stale_buffers
 from ridgeline.parallel.tensor.split import Split, chunk_sizes
 
 Part = tuple[Box, Callable[[Tensor], Tensor]]
@@ -282,13 +283,15 @@ def _hold_buffers(arranged: Arranged) -> State:
 
 
 def saved_buffers(part: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are in the module's state dict."""
-    return {
+    """The buffers that are in the module's state dict, of a stage those that are its own."""
+    found = {
         f"{path}.{name}" if path else name: buffer
         for path, module in part.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+    stale = stale_buffers(part)
+    return {name: buffer for name, buffer in found.items() if name not in stale}
 
 
 def _apart(state: State, arranged: Arranged) -> State:

@@ -105,6 +105,7 @@ class Replicated(DistributedDataParallel):
     def __init__(self, module: nn.Module, share: Share, **options: Any) -> None:
         super().__init__(module, **options)
         self._share = share
+        self._trained = [p for p in module.parameters() if p.requires_grad]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -113,14 +114,18 @@ class Replicated(DistributedDataParallel):
             unused = self._unused(str(error))
             if not unused:
                 raise
-            raise UsageError(
-                f"{', '.join(unused)} had no part in the loss of the step before, and every rank "
-                "waited for their gradients: set ddp.find_unused=true (in a loop of your own "
-                "parallelize(model, find_unused=True)), or take them out of the model"
-            ) from error
+            raise UsageError(_say_unused(unused, "the step before")) from error
         if self._share.scale == 1.0 or not torch.is_grad_enabled():
             return outputs
         return _weigh_gradients(outputs, self._share.scale)
+
+    def require_gradients(self) -> None:
+        """After backward: a rank that would not take part in a reduction says so before it does anything
+        else, which the others would take for its part."""
+        if self.find_unused_parameters or all(p.grad is not None for p in self._trained):
+            return
+        missing = [n for n, p in self.named_parameters() if p.requires_grad and p.grad is None]
+        raise UsageError(_say_unused(_first(missing), "this step"))
 
     def _unused(self, message: str) -> list[str]:
         """Names of the parameters that torch's complaint gives by number; empty for another one."""
@@ -128,9 +133,7 @@ class Replicated(DistributedDataParallel):
         if "Expected to have finished reduction" not in message or found is None:
             return []
         names = [name for name, value in self.named_parameters() if value.requires_grad]
-        missing = [names[int(index)] for index in found[1].split()]
-        rest = len(missing) - _MAX_NAMES_SHOWN
-        return missing[:_MAX_NAMES_SHOWN] + [f"and {rest} more parameters"] * (rest > 0)
+        return _first([names[int(index)] for index in found[1].split()])
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -147,6 +150,19 @@ class Replicated(DistributedDataParallel):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
+
+
+def _first(names: list[str]) -> list[str]:
+    rest = len(names) - _MAX_NAMES_SHOWN
+    return names[:_MAX_NAMES_SHOWN] + [f"and {rest} more parameters"] * (rest > 0)
+
+
+def _say_unused(names: list[str], when: str) -> str:
+    return (
+        f"{', '.join(names)} had no part in the loss of {when}, and every rank waited for their "
+        "gradients: set ddp.find_unused=true (in a loop of your own parallelize(model, "
+        "find_unused=True)), or take them out of the model"
+    )
 
 
 def apply_ddp(

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ridgeline.errors import UsageError
 from ridgeline.parallel.flat import broadcast_module
+from ridgeline.parallel.idle import IdleParameters
 
 
 def apply_fsdp(
@@ -81,6 +82,7 @@ def apply_fsdp(
     for block in _separable(model, blocks):
         shard(block, inner)
     shard(model, outer)
+    IdleParameters(model, [mesh.get_group(axis) for axis in axes])
     return model
 
 

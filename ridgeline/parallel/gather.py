@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.compress import Memory
+from ridgeline.parallel.pipeline.stage import stale_buffers
 
 
 @torch.no_grad()
@@ -93,7 +94,7 @@ def _state(built: Arranged) -> dict[str, Tensor]:
 def _buffers(part: torch.nn.Module) -> dict[str, Tensor]:
     parameters = {name for name, _ in part.named_parameters(remove_duplicate=False)}
     kept = {n: v for n, v in part.named_buffers(remove_duplicate=False) if n not in parameters}
-    saved = set(_persistent(part))
+    saved = set(_persistent(part)) - stale_buffers(part)
     return {name: value for name, value in kept.items() if name in saved}
 
 

@@ -51,13 +51,14 @@ def _one_after_another(
     """Each microbatch forward and backward, reducing gradients in the last one only."""
     objective, share = arranged.objective, arranged.share
     exposed = [False]
-    if isinstance(objective, Replicated):
+    replicated = objective if isinstance(objective, Replicated) else None
+    if replicated is not None:
 
         def last_gradient() -> None:
             clock.mark("backward_s")
             exposed[0] = True
 
-        watch_last_gradient(objective, last_gradient)
+        watch_last_gradient(replicated, last_gradient)
 
     def forward_backward(batch: Batch, clock: Clock) -> Tensor:
         begin()
@@ -77,6 +78,8 @@ def _one_after_another(
                 exposed[0] = False
                 precision.backward(_weigh(loss, arranged.weight_of(batch.units, index, weight)))
                 clock.mark("comm_s" if reduces and exposed[0] else "backward_s")
+            if reduces and replicated is not None:
+                replicated.require_gradients()
             part = loss.detach() * weight
             total = part if total is None else total + part
         if arranged.needs_finish:

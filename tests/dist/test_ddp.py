@@ -215,6 +215,22 @@ def test_unused_parameters_are_fine_when_looked_for(ranks: Any) -> None:
     assert losses[0][-1] < losses[0][0]
 
 
+def idle_on_one_rank() -> None:
+    model = replicate(Forgetful())
+    x = torch.ones(2, 8)
+    extra = model.module.forgotten(x).sum() if dist.get_rank() else 0.0
+    (model(x).sum() + extra).backward()
+    model.require_gradients()
+    dist.all_reduce(torch.zeros(()))  # the other rank would take it for the gradients it waits for
+
+
+def test_a_rank_that_uses_less_says_so_before_it_goes_on(ranks: Any) -> None:
+    with pytest.raises(ranks.Failure) as caught:
+        ranks(2, idle_on_one_rank)
+    assert isinstance(caught.value.error, ridgeline.UsageError)
+    assert "forgotten.weight, forgotten.bias had no part" in str(caught.value.error)
+
+
 @pytest.mark.parametrize("with_unused", [True, False], ids=["some-unused", "all-used"])
 def test_the_last_gradient_is_the_last(with_unused: bool) -> None:
     """Once the first pass has shown the order, the call comes when every gradient is there."""

@@ -36,6 +36,7 @@ from ridgeline.parallel.pipeline import (
     chrome_trace,
     ideal_bubble,
     plan_stages,
+    stale_buffers,
     timeline_svg,
 )
 
@@ -587,6 +588,54 @@ class Looks(nn.Module):
         return self.layers(x if float(x.sum()) > -1e9 else -x)
 
 
+class Holds(Looks):
+    """Looks at values, and holds a weight that only another module uses, as BART its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.layers[0].weight = self.shared.weight
+        self.shared.bias = self.layers[0].bias
+
+
+class Averaged(nn.Module):
+    """Keeps averages of what it computes: one changed in place, one put in the place of the old."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("inside", torch.zeros(4))
+        self.register_buffer("anew", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.no_grad():
+            self.inside.mul_(0.9).add_(x.mean(0))
+            self.anew = 0.9 * self.anew + x.mean(0)
+            self.calls += 1
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_buffer_is_that_of_the_stage_that_computes_it(num_stages: int) -> None:
+    torch.manual_seed(0)
+    model, alone, x = Averaged(), Averaged(), torch.randn(3, 4)
+    alone.load_state_dict(model.state_dict())
+    alone(x)
+    _, stages = run_in_sequence(model, num_stages, x)
+    assert stale_buffers(stages[0]) == frozenset()
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        left_out = stale_buffers(stage)
+        assert left_out == ({"inside", "anew"} if stage is not stages[0] else set())
+        found |= {n: b for n, b in stage.named_buffers() if n not in left_out}
+    for name in ("inside", "anew"):
+        assert torch.equal(found[name], alone.get_buffer(name)), name
+
+
 def test_what_crosses_is_named() -> None:
     x = torch.randn(2, 4)
     with pytest.raises(UsageError, match=r"3 pipeline stages .*first is used later.* is 1: use"):
@@ -599,7 +648,7 @@ def test_what_crosses_is_named() -> None:
         plan_stages(make("mlp"), 12, torch.randn(2, 192))
 
 
-@pytest.mark.parametrize("model", [Twice(), Looks()])
+@pytest.mark.parametrize("model", [Twice(), Looks(), Holds()])
 def test_unusual_modules(model: nn.Module) -> None:
     """One called again after the cut's stand-in, one that has to be watched on real values."""
     x = torch.randn(3, 4)

@@ -1399,3 +1399,29 @@ def test_blocks_that_share_dropout_run_in_the_view(ranks: Any) -> None:
     for alone, split, num_made in ranks(2, keyed, False, False, True, timeout=LONG_S):
         assert split == alone
         assert num_made == 0
+
+
+class Counts(nn.Module):
+    """Keeps things in Python: a number of calls, a list, and a mask made at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.calls, self.seen, self.mask = 0, [1.0], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(2.0)
+        self.size = len(x)
+        if self.mask is None:
+            self.mask = torch.ones(4)
+        return self.down(self.up(x * self.mask).relu()) / self.calls
+
+
+def test_planning_leaves_what_a_model_keeps() -> None:
+    model = Counts()
+    seen = model.seen
+    assert plan_tensor(model, 2, (torch.zeros(2, 4),)).layers
+    assert (model.calls, model.mask, hasattr(model, "size")) == (0, None, False)
+    assert model.seen is seen
+    assert seen == [1.0]

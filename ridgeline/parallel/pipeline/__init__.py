@@ -2,7 +2,7 @@
 
 from ridgeline.parallel.pipeline.plan import Cut, StagePlan, StageSpec, Tied, plan_stages
 from ridgeline.parallel.pipeline.run import SCHEDULES, Pipeline, check_schedule
-from ridgeline.parallel.pipeline.stage import Stage, build_stages
+from ridgeline.parallel.pipeline.stage import Stage, build_stages, stale_buffers
 from ridgeline.parallel.pipeline.timeline import (
     Event,
     Timeline,
@@ -27,6 +27,7 @@ __all__ = [
     "chrome_trace",
     "ideal_bubble",
     "plan_stages",
+    "stale_buffers",
     "timeline_svg",
     "write_chrome_trace",
 ]

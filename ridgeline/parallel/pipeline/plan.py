@@ -82,6 +82,8 @@ class StageSpec:
     """Its share of the model's cost; in the caller's unit where the caller gave costs."""
     order: tuple[str, ...] = ()
     """The blocks that its forward calls, one after the other, up to where it stops."""
+    stale: tuple[str, ...] = ()
+    """Those of `buffers` that another stage changes by what it computes, and this one by stand-ins."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,12 @@ def _stage_specs(
         stand_ins = _stand_ins(small, large, begin) if index else ()
         first = cuts[index - 1].path if index else ""
         order = _order(small, cuts, begin if index else -1, end)
-        specs.append(StageSpec(first, held, buffers, stand_ins, fillers, cost, order))
+        stale = tuple(
+            name
+            for name, clock in small.changes.items()
+            if name in buffers and not begin < clock <= end
+        )
+        specs.append(StageSpec(first, held, buffers, stand_ins, fillers, cost, order, stale))
     return specs
 
 

@@ -88,6 +88,8 @@ class Recording:
     """When, and in which call, each parameter and buffer went into arithmetic."""
     looks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """The same for questions about its shape, type or place."""
+    changes: dict[str, int] = field(default_factory=dict)
+    """When each buffer last became something that was computed from weights."""
     flops: int = 0
     end: int = 0
 
@@ -149,6 +151,9 @@ class _Watch(TorchFunctionMode):
         changed = [t for t, before in zip(taken, versions, strict=True) if _version(t) != before]
         for tensor in made + changed:
             self.define(tensor, any(tainted))
+        for tensor in changed if any(tainted) else ():
+            if id(tensor) in self.names:
+                self.recording.changes[self.names[id(tensor)]] = self.clock
         return out
 
     def use(self, tensor: Tensor) -> bool:
@@ -233,11 +238,13 @@ def record(
 def _require_one_path(model: nn.Module, seen: Recording, error: Exception) -> None:
     """A model that looks at values may call other modules for other values, and no cut would hold."""
     called = {call.path for call in seen.calls}
-    left = [
-        path
-        for path, module in model.named_modules()
-        if path not in called and next(module.parameters(recurse=False), None) is not None and path
-    ]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    left = []
+    for path, module in model.named_modules():
+        own = [names[id(parameter)] for parameter in module.parameters(recurse=False)]
+        # A weight that another module uses (a tied embedding's) has run, whoever holds it.
+        if path and own and path not in called and not any(name in seen.uses for name in own):
+            left.append(path)
     if left:
         raise UsageError(
             f"{type(model).__name__} looks at values in its forward, and {left[0]} did not run in the "
@@ -292,6 +299,10 @@ def _run(
     watch.clock += 1
     for _, tensor in tensors_in(output):
         watch.use(tensor)
+    for name, buffer in model.named_buffers():
+        value = watch.recording.values.get(id(buffer))
+        if id(buffer) not in watch.names and value is not None and value.is_tainted:
+            watch.recording.changes[name] = value.defined  # another tensor was put in its place
     watch.recording.flops, watch.recording.end = flops.total, watch.clock
     return watch.recording
 

@@ -262,6 +262,11 @@ def build_stages(
     return [_build(model, plan, index, enter, leave) for index in indices]
 
 
+def stale_buffers(part: nn.Module) -> frozenset[str]:
+    """Buffers of a stage that hold nothing of the model, because another stage changes them."""
+    return frozenset(part._stage.spec.stale) if isinstance(part, Stage) else frozenset()
+
+
 def _build(
     model: nn.Module, plan: StagePlan, index: int, enter: Change | None, leave: Change | None
 ) -> Stage:
@@ -269,6 +274,10 @@ def _build(
     tensors = [*model.named_parameters(), *model.named_buffers()]
     kept = {id(t) for name, t in tensors if name in {*spec.parameters, *spec.buffers}}
     memo: dict[int, Any] = {id(tensor): tensor for _, tensor in tensors}
+    for name, tensor in tensors:
+        if name in spec.stale:  # the stage whose it is may be on the same rank
+            memo[id(tensor)] = tensor.detach().clone()
+            kept.add(id(memo[id(tensor)]))
     stage = copy.deepcopy(model, memo)
     kind = type(model)
     if "forward" in stage.__dict__:

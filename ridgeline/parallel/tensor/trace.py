@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ridgeline.parallel.dry_run import unchanged_attributes
 from ridgeline.parallel.tensor import table
 from ridgeline.parallel.tensor.flows import Flow, FlowBook, Mark
 from ridgeline.parallel.tensor.layers import is_embedding, is_linear
@@ -35,14 +36,16 @@ class Trace:
 
 
 def trace_flows(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Trace:
-    """Run `model` once, on the meta device if it can, else for real on a copy of its buffers."""
+    """Run `model` once, on the meta device if it can, else for real on a copy of its buffers; what it
+    keeps is as before."""
     try:
-        return _trace(model, inputs, "meta")
+        with unchanged_attributes(model):
+            return _trace(model, inputs, "meta")
     except Exception as first:
         if any(p.device.type == "meta" for p in model.parameters()):
             raise
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), unchanged_attributes(model):
                 return _trace(model, inputs, None)
         except Exception as second:
             raise second from first
