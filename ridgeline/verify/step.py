@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from ridgeline.data.batch import Batch
 from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.train.setup import Training
-from ridgeline.verify.record import Tensors
+from ridgeline.verify.record import Tensors, from_numpy
 
 
 @torch.no_grad()
 def load_state(model: nn.Module, state: Tensors) -> None:
     own = model.state_dict()
     for name, value in state.items():
-        own[name].copy_(torch.from_numpy(value))
+        own[name].copy_(from_numpy(value, own[name]))
 
 
 def backward(training: Training, batch: Batch, way: str) -> float:
@@ -54,7 +54,7 @@ def update(training: Training, gradients: Tensors, is_left_out: bool) -> None:
     scale = training.precision.scale()
     for name, parameter in training.model.named_parameters():
         if name in gradients:
-            value = torch.from_numpy(gradients[name]).to(parameter.dtype)
+            value = from_numpy(gradients[name], parameter)
             parameter.grad = value.reshape(parameter.shape) * (torch.inf if is_left_out else scale)
     training.update()
 
@@ -69,6 +69,7 @@ def _narrow(training: Training) -> Iterator[None]:
         for module in training.model.modules()
         if getattr(module, "running_mean", None) is None
         for parameter in module.parameters(recurse=False)
+        if not parameter.is_complex()
     ]
     for parameter, data in wide:
         parameter.data = data.to(dtype)
