@@ -152,6 +152,8 @@ def norms_of(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     all of them becomes a kernel a tensor."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
         by_type.setdefault(gradient.dtype, []).append(gradient)
     return [
         norm

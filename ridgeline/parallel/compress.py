@@ -308,6 +308,11 @@ def apply_compression(
     vectors, and matrices that would not become half as small, as they are. Returns the
     hook's state, which belongs in a checkpoint.
     """
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise UsageError(
+                f"{name} is complex, and compress={how} is for real gradients; leave compress out"
+            )
     state = Compression(ddp, how, group, start_step)
     ddp.register_comm_hook(state, _hook)
     return state

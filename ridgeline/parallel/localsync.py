@@ -159,17 +159,24 @@ def _state_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     copied: list[Tensor] = []
     for name, buffer in module.named_buffers():
         if name in kept and 0 not in buffer.stride():  # an expanded one is a view of a constant
-            (averaged if buffer.is_floating_point() else copied).append(buffer)
-    return averaged, copied
+            counts = not (buffer.is_floating_point() or buffer.is_complex())
+            (copied if counts else averaged).append(buffer)
+    return [_real(tensor) for tensor in averaged], copied
 
 
 def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    return [
-        value
+    state = [
+        _real(value)
         for parameter in module.parameters()
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor) and value.is_floating_point() and key != "step"
+        if isinstance(value, Tensor) and key != "step"
     ]
+    return [value for value in state if value.is_floating_point()]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def _buckets(tensors: Iterable[Tensor], max_bytes: int) -> list[list[Tensor]]:

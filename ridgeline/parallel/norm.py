@@ -31,7 +31,7 @@ def build_norm(built: Arranged) -> Callable[[], Tensor]:
     sharded = built.is_fully_sharded or any(flat.num_shards > 1 for flat in built.flats)
     rounds = [("shard",)] * sharded + [("pp",)]
     # One type on all ranks, also on one that has nothing to sum; float32 at least.
-    is_double = any(t.parameter.dtype is torch.float64 for t in built.trainables())
+    is_double = any(t.parameter.dtype.to_real() is torch.float64 for t in built.trainables())
     wide = torch.float64 if is_double else torch.float32
 
     def norm() -> Tensor:

@@ -253,6 +253,17 @@ def _build_on(
 def _build_optimizer(
     config: RunConfig, layout: Layout, model: nn.Module, trainables: list[Trainable], rate: float
 ) -> Optimizer:
+    for name, parameter in model.named_parameters():
+        if not (parameter.is_complex() and parameter.requires_grad):
+            continue
+        if layout.precision == "fp16":
+            raise UsageError(
+                f"{name} is complex, which precision=fp16 cannot train; use precision=bf16 or fp32"
+            )
+        if config.tune.weights != "wide":
+            raise UsageError(
+                f"{name} is complex, which tune.weights={config.tune.weights} cannot train; leave it out"
+            )
     if config.tune.weights == "wide":
         return build_optimizer(trainables, config.optim, rate, config.tune.fused_optimizer)
     alone = layout.replace(precision="bf16", compile=False, graphs=False, recompute="none")
@@ -354,7 +365,7 @@ def _build_weights(config: RunConfig, device: torch.device, weights: str) -> nn.
     # Ours are made on the device at once; a user's constructor may need the CPU (`x.numpy()`).
     with device if config.model.name in MODELS else nullcontext():
         model = build_model(config.model.name, **config.model.args)
-    model.to(device=device, dtype=_DTYPES[config.model.dtype])
+    _convert(model.to(device), _DTYPES[config.model.dtype])
     if weights:
         load_weights(model, Path(weights))
     if config.model.channels_last:
@@ -370,6 +381,19 @@ def _build_weights(config: RunConfig, device: torch.device, weights: str) -> nn.
             f"no parameter of {config.model.name} is trainable, so there is nothing to optimize"
         )
     return model
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """As `model.to(dtype)`, which would take the imaginary part away from complex weights: they become
+    complex numbers of the same kind, or of single precision where there are none."""
+    pairs = torch.complex128 if dtype is torch.float64 else torch.complex64
+
+    def one(value: Tensor) -> Tensor:
+        if value.is_complex():
+            return value.to(pairs)
+        return value.to(dtype) if value.is_floating_point() else value
+
+    model._apply(one)
 
 
 def _build_to_device(config: RunConfig, device: torch.device) -> Callable[[Batch], Batch]:

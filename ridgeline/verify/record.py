@@ -140,11 +140,20 @@ def unscaled(training: Training, gradients: dict[str, torch.Tensor]) -> Tensors:
     return {name: value / scale for name, value in to_numpy(gradients).items()}
 
 
+def from_numpy(value: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """One tensor of `to_numpy` in the type of another."""
+    found = torch.from_numpy(value)
+    return (torch.view_as_complex(found) if like.is_complex() else found).to(like.dtype)
+
+
 def to_numpy(tensors: dict[str, torch.Tensor]) -> Tensors:
-    """Copies on the host; types that numpy does not have become float32, which holds them all."""
+    """Copies on the host; types that numpy does not have become float32, which holds them all, and
+    complex numbers pairs of real ones, as in files."""
     result = {}
     for name, value in tensors.items():
-        value = value.detach().cpu()
+        value = value.detach().cpu().resolve_conj()
+        if value.is_complex():
+            value = torch.view_as_real(value)
         if value.dtype in (torch.bfloat16, torch.float16):
             value = value.float()
         result[name] = value.numpy().copy()

@@ -17,7 +17,7 @@ from ridgeline.data.batch import Batch
 from ridgeline.models.inputs import change_each
 from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.train.setup import Training
-from ridgeline.verify.record import Tensors
+from ridgeline.verify.record import Tensors, from_numpy
 
 NUDGE = 2.0**-40
 """Relative: what comes of it in float64 is far below the bound of a proof there."""
@@ -27,7 +27,7 @@ NUDGE = 2.0**-40
 def load_state(model: nn.Module, state: Tensors) -> None:
     own = model.state_dict()
     for name, value in state.items():
-        own[name].copy_(torch.from_numpy(value))
+        own[name].copy_(from_numpy(value, own[name]))
 
 
 def backward(training: Training, batch: Batch, way: str) -> float:
@@ -59,7 +59,7 @@ def update(training: Training, gradients: Tensors, is_left_out: bool) -> None:
     scale = training.precision.scale()
     for name, parameter in training.model.named_parameters():
         if name in gradients:
-            value = torch.from_numpy(gradients[name]).to(parameter.dtype)
+            value = from_numpy(gradients[name], parameter)
             parameter.grad = value.reshape(parameter.shape) * (torch.inf if is_left_out else scale)
     training.update()
 
@@ -74,6 +74,7 @@ def _narrow(training: Training) -> Iterator[None]:
         for module in training.model.modules()
         if getattr(module, "running_mean", None) is None
         for parameter in module.parameters(recurse=False)
+        if not parameter.is_complex()
     ]
     for parameter, data in wide:
         parameter.data = data.to(dtype)

@@ -275,7 +275,8 @@ def _fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
     for tensor in [*model.parameters(), *model.buffers()]:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         is_weight = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(made, made.is_floating_point()) if is_weight else made
+        trains = made.is_floating_point() or made.is_complex()
+        memo[id(tensor)] = nn.Parameter(made, trains) if is_weight else made
     return copy.deepcopy(model, memo)
 
 

@@ -218,7 +218,9 @@ class _Runner:
         for filler in self.spec.fillers:
             path, _, name = filler.name.rpartition(".")
             module = model.get_submodule(path)
-            zero = torch.zeros((), dtype=filler.dtype, device=self.device)
+            # Pairs may be taken for complex numbers, which have to lie in memory as such.
+            held = filler.shape if filler.shape[-1:] == (2,) else ()
+            zero = torch.zeros(held, dtype=filler.dtype, device=self.device)
             module.__dict__[name] = zero.expand(filler.shape)
             filled.append((module, name))
         try:
