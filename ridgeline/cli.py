@@ -26,7 +26,7 @@ from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
 from ridgeline.cli_shared import choose_for_ranks, may_have_gpu, num_cores, require_torch
-from ridgeline.errors import Requeue, RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError, say
 
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
@@ -214,7 +214,7 @@ def _train_in(
             run.file(PLAN).unlink(missing_ok=True)  # of a layout that it no longer has
         _run_ranks(config, starter, run, before, limits)
     report = _write_report(run)
-    typer.echo(f"run directory: {run.path}\nreport: {report}")
+    say(f"run directory: {run.path}\nreport: {report}")
 
 
 def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -81,3 +82,13 @@ def unknown_word(kind: str, word: str, known: Iterable[str], place: str) -> Usag
     guess = nearest_word(word, names)
     hint = f"did you mean {guess!r}? " if guess else ""
     return UsageError(f"unknown {kind} {word!r} in {place}; {hint}(known: {', '.join(names)})")
+
+
+def say(text: str) -> None:
+    """A line for whoever looks on. Where nobody does any more, a terminal that was closed or a pipe that
+    ended, the rest goes nowhere: no training ends for it."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError):
+        # Not closed: what still waits in it would raise once more.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -215,9 +215,9 @@ def _plans(
         counted, num_counted = None, 0
         if count_targets is not None:
             # Every rank knows the whole batch, so nobody has to ask the others for their numbers.
-            num_counted = int(count_targets(members).sum())
+            num_counted = int(np.sum(count_targets(members)))
             counted = tuple(
-                int(count_targets(part).sum()) if weight else 0
+                int(np.sum(count_targets(part))) if weight else 0
                 for part, weight in zip(parts, weights, strict=True)
             )
         yield BatchPlan(

@@ -271,7 +271,7 @@ def _on_host(trace: Trace, overhead_s: float, num_ranks: int) -> Taken:
         in_optimizer = overlap((op.start, op.end), trace.optimizer) > 0
         seconds = max(op.self_us, 0.0) / 1e6
         kind = class_of_op(op.name, in_optimizer)
-        if kind == COMMUNICATION:
+        if kind == COMMUNICATION and num_ranks > 1:
             taken.comm_exposed_s += seconds
             continue
         # What an op costs before it computes anything.
@@ -341,8 +341,8 @@ def _long_pause(trace: Trace, taken: Taken, gap: Span, seconds: float, num_ranks
     engine = sum(s.state == "backward" for s in samples) / len(samples)
     # Inside torch's engine there is no Python to blame: alone it is between two ops, with other ranks it
     # waits for them.
-    talking = sum(s.state == "comm" for s in samples) / len(samples)
-    talking += engine if num_ranks > 1 else 0.0
+    talking = sum(s.state == "comm" for s in samples) / len(samples) + engine
+    talking = talking if num_ranks > 1 else 0.0
     left = engine * seconds if num_ranks == 1 else 0.0
     taken.comm_exposed_s += talking * seconds
     rest = max(seconds - talking * seconds - left, 0.0)

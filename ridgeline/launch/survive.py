@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ridgeline.config import RunConfig
-from ridgeline.errors import Requeue, RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError, say
 from ridgeline.launch.env import Limits, visible_devices
 from ridgeline.launch.failures import RankError, clear_accounts
 from ridgeline.launch.fit import fit_layout
@@ -222,7 +222,7 @@ class _Job:
             line += f" without device {slot}, as {fewer}"
             self._history.clear()
         self._run.add_event("restart", **details)
-        print(line, flush=True)
+        say(line)
 
     def _without(self, slot: int | None) -> Layout | None:
         """The layout to go on with on the other devices, where that is allowed and works."""
@@ -236,7 +236,7 @@ class _Job:
         """All ranks again, from what the fewer have just saved."""
         self._now, self._good = self._layout, list(range(self._layout.world_size))
         self._run.add_event("restart", cause="regrow", rank=None, layout=str(self._layout))
-        print(f"regrow: going on with {self._layout.world_size} ranks again", flush=True)
+        say(f"regrow: going on with {self._layout.world_size} ranks again")
 
     def _times_queued(self) -> int:
         """How often in a row, with no step in between, a node that was gone sent this run back into the

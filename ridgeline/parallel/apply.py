@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ridgeline.config import DdpConfig
 from ridgeline.errors import UsageError
@@ -32,6 +33,17 @@ from ridgeline.tuning import TuneConfig
 
 _LARGEST_PROBED = 100_000_000
 """Parameters of a model that is copied and run once to see what it draws."""
+
+
+def _find_samples(built: Arranged) -> None:
+    """Where samples lie in what is dropped: of the whole model, since a stage cannot run alone."""
+    if built.randomness is None or built.example is None:
+        return
+    from ridgeline.parallel.sample_dims import learn_sample_dims
+
+    size = sum(p.numel() for p in built.model.parameters())
+    may_copy = size < _LARGEST_PROBED
+    built.randomness.sample_dims = learn_sample_dims(built.model, built.example, may_copy)
 
 
 def _randomness(built: Arranged) -> None:
@@ -68,7 +80,7 @@ def _sync_batch_norm(built: Arranged) -> None:
 def _tile(built: Arranged) -> None:
     if built.layout.spatial == (1, 1):
         return
-    from ridgeline.parallel.spatial import TileGrid, apply_spatial, tile_inputs
+    from ridgeline.parallel.spatial import TileGrid, TileTensor, apply_spatial, tile_inputs
 
     mesh = built.mesh
     grid = TileGrid(
@@ -80,7 +92,12 @@ def _tile(built: Arranged) -> None:
         column_size=mesh.axis_size("columns"),
     )
     grid.randomness = built.randomness
-    tile_inputs(built.example, grid)  # an image too small for the grid is said now
+    tiled = tile_inputs(built.example, grid)  # an image too small for the grid is said now
+    if built.example is not None and not any(isinstance(v, TileTensor) for v in tree_leaves(tiled)):
+        raise UsageError(
+            f"layout spatial={grid.row_size}x{grid.column_size} cuts images, and the model is given none "
+            "(no floating tensor of four dims or more); leave it out, or use dp or tp"
+        )
     # In a loop of the user's own the outputs leave the library, so they are put together again.
     for module in built.callables:
         apply_spatial(module, grid, gather_outputs=built.loss is None)
@@ -454,6 +471,7 @@ class Technique:
 
 ORDER: tuple[Technique, ...] = (
     Technique(_look),
+    Technique(_find_samples),
     # Then stages: they are copies of the model's structure, and what follows changes instances.
     Technique(_cut, ("pp", "schedule=gpipe", "schedule=interleaved", "schedule=zerobubble")),
     Technique(_randomness),

@@ -11,7 +11,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -51,11 +51,16 @@ def _dropout(
 ) -> Tensor:
     if not training or p == 0.0:
         return input
-    if type(input) not in (*_PLAIN, DTensor):
+    if type(input) not in (*_PLAIN, DTensor) and randomness.shapes is None:
         # A type of a technique's own, which knows its parts, and calls `keyed_dropout` with them.
         return call(input, p, training, inplace)
     dims["num_dims"] = _num_mask_dims(call, input.dim())
-    return keyed_dropout(input, p, randomness, randomness.next_site(), inplace=inplace, **dims)
+    site, learnt = randomness.next_site(), randomness.sample_dim_of(input.shape)
+    if randomness.shapes is not None:
+        return input
+    if learnt is not None:
+        dims.setdefault("sample_dim", learnt)
+    return keyed_dropout(input, p, randomness, site, inplace=inplace, **dims)
 
 
 def _attention(
@@ -73,6 +78,8 @@ def _attention(
     if dropout_p == 0.0:
         return call(query, key, value, **options)
     site = randomness.next_site()
+    if randomness.shapes is not None:
+        return call(query, key, value, **options)
     return randomness.attention(query, key, value, dropout_p, randomness, site, **options)
 
 
@@ -94,8 +101,13 @@ def _rebuild_attention(randomness: Randomness) -> Callable[..., Any]:
 def _uniform(randomness: Randomness, shape: Sequence[int], dtype: Any, device: Any) -> Tensor:
     """As many bits as the type holds, so that 1 never comes out."""
     num_bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11}.get(dtype, 8)
-    keys = randomness.keys.on(device)
-    bits = keyed_bits(shape, keys, randomness.next_site(), _ranges(shape, None, device))
+    keys, site = randomness.keys.on(device), randomness.next_site()
+    learnt = randomness.sample_dim_of(shape)
+    if randomness.shapes is not None:
+        return torch.ones(shape, dtype=dtype, device=device)
+    if learnt is not None:
+        keys = replace(keys, sample_dim=learnt)
+    bits = keyed_bits(shape, keys, site, _ranges(shape, None, device))
     return ((bits >> (64 - num_bits)) & (2**num_bits - 1)).to(dtype) * 2.0**-num_bits
 
 
@@ -110,7 +122,7 @@ def _rand(randomness: Randomness, call: Any, *size: Any, **like: Any) -> Tensor:
 def _bernoulli_(
     randomness: Randomness, call: Any, input: Tensor, p: Any = 0.5, **given: Any
 ) -> Tensor:
-    if given or type(input) not in _PLAIN:
+    if given or (type(input) not in _PLAIN and randomness.shapes is None):
         return call(input, p, **given)
     return input.copy_(_uniform(randomness, input.shape, torch.float64, input.device) < p)
 
@@ -192,8 +204,23 @@ def _seems_random(module: nn.Module) -> bool:
         return False
     if any(not hasattr(module, name) for name in names & _RANDOM_NAMES):
         return True
-    holds = any(_function_of(child) and child.p > 0 for child in module.children())
-    return holds and "scaled_dot_product_attention" in names  # to which it may give that rate
+    if "scaled_dot_product_attention" not in names:
+        return False
+    if any(_function_of(child) and child.p > 0 for child in module.children()):
+        return True  # to which it may give that rate
+    rates = [v for n, v in vars(module).items() if n == "p" or "drop" in n.lower()]
+    # It names the argument, and no rate of its own says that there is none.
+    is_given = any(_gives_rate(function.__code__) for function in functions)
+    return is_given and not (rates and all(rate in (0, False, None) for rate in rates))
+
+
+def _gives_rate(code: CodeType) -> bool:
+    """Whether some call in it names `dropout_p`; a call's keywords are a tuple among the constants."""
+    return any(
+        _gives_rate(value) if isinstance(value, CodeType) else "dropout_p" in value
+        for value in code.co_consts
+        if isinstance(value, CodeType | tuple)
+    )
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -253,6 +280,23 @@ def _needs_node(path: str, module: nn.Module, keyed: list[str], watches: bool) -
     return watches and (not torch_layer or _seems_random(module))
 
 
+def keyed_modules(model: nn.Module) -> list[str]:
+    """Paths of the dropout modules that drop anything."""
+    return [path for path, m in model.named_modules() if _function_of(m) and m.p > 0]
+
+
+def seems_to_drop(model: nn.Module) -> bool:
+    """Whether there is dropout in `model`, as far as can be seen without running it."""
+    return bool(keyed_modules(model)) or any(_seems_random(m) for m in model.modules())
+
+
+def watch_shapes(model: nn.Module, randomness: Randomness) -> None:
+    """Have `model`, a copy that is run only to be watched, note the shapes of all it would drop."""
+    randomness.shapes = {}
+    _attach(model, randomness, keyed_modules(model), True)
+    model.train()
+
+
 def _calls_random(model: nn.Module, keyed: list[str], example_inputs: Any) -> bool:
     """Run a copy of the model once, in training, so that nothing of the model itself has seen it."""
     model = copy.deepcopy(model)
@@ -283,7 +327,7 @@ def apply_keyed_dropout(
     again = [path or "the model" for path, module in modules.items() if "_keyed" in vars(module)]
     if again:
         raise UsageError(f"{again[0]!r} is keyed already; apply it once, to the whole model")
-    keyed = [path for path, module in modules.items() if _function_of(module) and module.p > 0]
+    keyed = keyed_modules(model)
     left = [path for path, module in modules.items() if _is_left_alone(module)]
     watched = [path for path, module in modules.items() if _seems_random(module)]
     if example_inputs is not None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +30,15 @@ Start = int | Sequence[int]
 """Where along a dim a part begins; or, if it has gaps, all of its indices."""
 Place = tuple[Sequence[int], Sequence[Start]]
 """The shape of a whole tensor and where in it the part at hand lies."""
+
+
+def seed_apart(seed: int, data_rank: int) -> None:
+    """Seed the global generators, for a model that draws numbers itself: apart on ranks that hold different
+    samples, alike on those that share theirs."""
+    own = seed * 1_000_003 + data_rank
+    torch.manual_seed(own)
+    random.seed(own)
+    np.random.seed(own % 2**32)
 
 
 # The hash. Eagerly it is some fifteen element-wise kernels over int64, many times what torch's own
@@ -69,7 +80,7 @@ class Keys:
     base: Tensor
     rows: Tensor | None = None
     sample_dim: int | None = None
-    """Where samples lie in every tensor; None: found by the size, see `find_sample_dim`."""
+    """Where samples lie in every tensor; below 0: nowhere; None: found by size, see `find_sample_dim`."""
 
     def on(self, device: torch.device) -> Keys:
         if self.base.device == device:
@@ -96,7 +107,7 @@ def find_sample_dim(shape: Sequence[int], keys: Keys) -> int | None:
     num = keys.rows.shape[0]
     if keys.sample_dim is not None:
         dim = keys.sample_dim
-        return dim if dim < len(shape) and shape[dim] and shape[dim] % num == 0 else None
+        return dim if 0 <= dim < len(shape) and shape[dim] and shape[dim] % num == 0 else None
     if shape and shape[0] and shape[0] % num == 0:
         return 0
     exact = [dim for dim, size in enumerate(shape) if size == num]
@@ -173,6 +184,7 @@ class Node:
         self.randomness, self.parent, self.path = randomness, parent, path
         self.functional = functional
         """Whether functions that the module calls are watched."""
+        self.sample_dims = randomness.sample_dims.get(path, {})
         self.salt = _signed(int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest()))
         self.below: list[Node] = []
         for node in self.ancestors():
@@ -253,6 +265,11 @@ class Randomness:
         """What stands for a site while a program is traced that is to serve other calls too."""
         self.drawn = False
         """Whether a function, not a module, has asked for a site."""
+        self.sample_dims: dict[str, dict[tuple[int, int], int]] = {}
+        """By the path of a module, then by the number of the function in it and of the tensor's dims: where
+        samples lie, if not in the first dim; see `sample_dims.py`."""
+        self.shapes: dict[tuple[str, int, int], list[Sequence[int]]] | None = None
+        """What was asked for, where a model runs only to be watched: by path and the same numbers."""
         self._mode: TorchFunctionMode | None = None
         self._nodes: list[Node] = []
         self._stack: list[Node] = []
@@ -284,6 +301,16 @@ class Randomness:
         if self.site_of is not None:
             return self.site_of(node, node.num_functional)
         return node.site(node.num_functional)
+
+    def sample_dim_of(self, shape: Sequence[int]) -> int | None:
+        """Where samples lie in a tensor of `shape` that the function at hand works on; None: unknown."""
+        if not self._stack:
+            return None
+        node = self._stack[-1]
+        if self.shapes is not None:
+            place = (node.path, node.num_functional, len(shape))
+            self.shapes.setdefault(place, []).append(tuple(shape))
+        return node.sample_dims.get((node.num_functional, len(shape)))
 
     @contextmanager
     def watching(self, wanted: bool) -> Iterator[None]:

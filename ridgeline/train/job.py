@@ -30,6 +30,7 @@ from ridgeline.parallel.apply import arrange_own
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, close_mesh
 from ridgeline.parallel.precision import Precision, build_precision
+from ridgeline.parallel.random import seed_apart
 from ridgeline.parallel.share import Share
 from ridgeline.train.settings import (
     LoaderSettings,
@@ -97,6 +98,8 @@ class Job:
             model, self.layout, example_input, self._mesh, self._share, ddp, tune
         )
         self._arranged[id(arranged.objective)] = arranged
+        # The weights are made: what the model draws from now on is of this rank's own samples.
+        seed_apart(self._seed, self._mesh.data_rank)
         return arranged.objective
 
     def loader(

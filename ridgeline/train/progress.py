@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Protocol
 
+from ridgeline.errors import say
 from ridgeline.facts import ModelFacts
 from ridgeline.rundir import EvalRecord, StepRecord
 
@@ -68,14 +69,14 @@ class Lines:
         left = (self._num_steps - record.step) * self._timed_s / done if done else 0.0
         eta = f"  ETA {left:.0f} s" if done else ""
         text = f"step {record.step}/{self._num_steps}  {describe_step(record, self._facts)}{eta}"
-        print(text, flush=True)
+        say(text)
 
     def evaluation(self, record: EvalRecord) -> None:
         self._timed_s += record.seconds
-        print(describe_eval(record), flush=True)
+        say(describe_eval(record))
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
 
     def close(self) -> None: ...
 

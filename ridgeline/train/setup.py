@@ -6,13 +6,11 @@ technique is in use. Called by `run.py` and by benchmarks.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -45,7 +43,7 @@ from ridgeline.parallel.apply import arrange
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, read_order
 from ridgeline.parallel.precision import Precision, build_precision
-from ridgeline.parallel.random import Randomness
+from ridgeline.parallel.random import Randomness, seed_apart
 from ridgeline.parallel.tuned import prefer_attention
 from ridgeline.train.checks import check_batch, count_parts
 from ridgeline.train.chunked import choose_loss
@@ -208,10 +206,7 @@ def _build_on(
     schedule, warmup_note = fit_warmup(config.schedule, num_steps)
     # For a model that draws numbers itself, apart on ranks that hold different samples. Dropout does
     # not use it, and the weights were made before this.
-    own_seed = config.train.seed * 1_000_003 + mesh.data_rank
-    torch.manual_seed(own_seed)
-    random.seed(own_seed)
-    np.random.seed(own_seed % 2**32)
+    seed_apart(config.train.seed, mesh.data_rank)
     return Training(
         config=config,
         mesh=mesh,

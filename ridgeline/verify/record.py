@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ridgeline.config import RunConfig
 from ridgeline.data.batch import Batch
@@ -50,6 +51,7 @@ class Recording:
     """Of an evaluation after the last step."""
     notes: list[str] = field(default_factory=list)
     num_parameters: int = 0
+    has_batch_norm: bool = False
 
 
 def record_training(config: RunConfig, env: RankEnv) -> Recording:
@@ -58,6 +60,7 @@ def record_training(config: RunConfig, env: RankEnv) -> Recording:
     arranged = training.arranged
     recording = Recording(notes=list(arranged.notes))
     recording.num_parameters = training.model_facts.num_parameters
+    recording.has_batch_norm = any(isinstance(m, _BatchNorm) for m in training.model.modules())
     try:
         arranged.train()
         for step, batch in enumerate(batches(training)):
@@ -137,7 +140,8 @@ def of_replica(tensors: Tensors, replica: int) -> Tensors:
 def unscaled(training: Training, gradients: dict[str, torch.Tensor]) -> Tensors:
     """Gradients of the loss itself, where fp16 has scaled it."""
     scale = training.precision.scale()
-    return {name: value / scale for name, value in to_numpy(gradients).items()}
+    # A quotient of numpy is no array where the parameter is a single number.
+    return {name: np.asarray(value / scale) for name, value in to_numpy(gradients).items()}
 
 
 def from_numpy(value: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -152,6 +156,8 @@ def to_numpy(tensors: dict[str, torch.Tensor]) -> Tensors:
     result = {}
     for name, value in tensors.items():
         value = value.detach().cpu().resolve_conj()
+        if value.layout != torch.strided:
+            value = value.to_dense()  # the gradient of a sparse embedding
         if value.is_complex():
             value = torch.view_as_real(value)
         if value.dtype in (torch.bfloat16, torch.float16):

@@ -40,12 +40,14 @@ class Row:
 
     layout: Layout
     precision: str
-    """float64, or the recipe's own."""
+    """float64, or the recipe's own; fp32 for a model that cannot run in float64."""
     comparison: Comparison | None
     """None when the model cannot be arranged so, or when the run failed."""
     refused: str = ""
     failed: str = ""
     seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    """What techniques had to say of the model, such as what they left whole."""
 
     @property
     def verdict(self) -> str:
@@ -61,8 +63,7 @@ class Row:
     def detail(self) -> str:
         """What to read when it is not the same, or not all of it was compared."""
         if self.comparison is not None:
-            found = self.comparison
-            return found.note or (str(found.first) if found.first is not None else found.unclear)
+            return _said(self.comparison)
         return self.refused or self.failed
 
 
@@ -82,51 +83,80 @@ class Verifier:
         """By number of microbatches, and whether batches are even: one device that takes them beside one
         that takes the batch whole."""
         self._parts: dict[tuple[int, bool], Parts] = {}
+        self._exact, self._why = "float64", ""
+        """What a proof is done in first, and why where that is not float64."""
+        self._notes: tuple[str, ...] = ()
 
     def check(self, layout: Layout, precision: str = "float64") -> Row:
         """Train in `layout` and compare with one device."""
-        start = time.perf_counter()
+        start, self._notes = time.perf_counter(), ()
+        if precision == "float64":
+            precision = self._exact
         try:
-            if precision == "float64":
-                found = self._compare_exact(layout)
-            else:
-                found = self._compare_rounded(layout.replace(precision=precision))
-        except BrokenReference:
-            raise
+            found = self._compare(layout, precision)
+        except BrokenReference as error:
+            if precision != "float64" or not self._trains_in_float32():
+                raise
+            self._exact, self._why = "fp32", str(error.__cause__).partition("\n")[0]
+            return self.check(layout)
         except UsageError as error:
             return Row(layout, precision, None, refused=str(error))
         except RunError as error:
             return Row(layout, precision, None, failed=str(error))
-        return Row(layout, precision, found, seconds=time.perf_counter() - start)
+        return Row(layout, precision, found, seconds=time.perf_counter() - start, notes=self._notes)
 
-    def _compare_exact(self, layout: Layout) -> Comparison:
-        found = self._record(layout, "float64", layout.compile)
-        verdict = self._judge_exact(layout, found)
-        num_parts = max(layout.accumulate, layout.microbatches)
-        if num_parts == 1 or not verdict.same:
+    def _compare(self, layout: Layout, precision: str) -> Comparison:
+        self._reference(layout, precision)  # first: where one device fails, no layout is at fault
+        found = self._record(layout, precision, layout.compile)
+        self._notes = tuple(found.notes)
+        verdict = self._judge(layout, precision, found)
+        if precision != self._exact:
             return verdict
-        whole = Layout(compile=layout.compile)
-        key = num_parts, layout.compile
+        num_parts = max(layout.accumulate, layout.microbatches)
+        if num_parts > 1 and verdict.same:
+            verdict = self._beside_whole(verdict, precision, num_parts, layout.compile)
+        if self._why:
+            said = f"to rounding of fp32, since float64 is what this model cannot do ({self._why})"
+            verdict = replace(verdict, note="; ".join(filter(None, (_said(verdict), said))))
+        return verdict
+
+    def _judge(self, layout: Layout, precision: str, found: Recording) -> Comparison:
+        """A recording in float64 or in a precision of training beside what it has to be the same as."""
+        if precision == "float64":
+            verdict = compare_exact(
+                self._reference(layout, precision),
+                found,
+                lambda way: self._follow(layout, precision, found, way),
+            )
+        else:
+            verdict = self._judge_rounded(layout.replace(precision=precision), found)
+        is_apart = layout.dp > 1 and reference_layout(layout).dp == 1
+        if verdict.same or not (is_apart and found.has_batch_norm):
+            return verdict
+        if self.config.ddp.sync_batch_norm:
+            return verdict
+        said = "batch norms see the samples of their own rank, unless ddp.sync_batch_norm=true"
+        return replace(verdict, note=f"{_said(verdict)}; {said}")
+
+    def _beside_whole(
+        self, verdict: Comparison, precision: str, num_parts: int, is_compiled: bool
+    ) -> Comparison:
+        """The verdict on a layout that is the same as one device with as many microbatches: what that is
+        beside one that takes its batch whole."""
+        key, whole = (num_parts, is_compiled), Layout(compile=is_compiled)
         if key not in self._divided:
-            divided = whole.replace(accumulate=num_parts)
-            self._divided[key] = self._judge_exact(whole, self._reference(divided, "float64"))
+            found = self._reference(whole.replace(accumulate=num_parts), precision)
+            self._divided[key] = self._judge(whole, precision, found)
         if self._divided[key].same:
             return verdict
         if key not in self._parts:
-            config = self._configured(Layout(accumulate=num_parts), "float64", layout.compile)
+            config = self._configured(Layout(accumulate=num_parts), precision, is_compiled)
             self._parts[key] = self._on(1)(_compare_parts, config)
         return judge(verdict, self._divided[key], self._parts[key])
 
-    def _judge_exact(self, layout: Layout, found: Recording) -> Comparison:
-        reference = self._reference(layout, "float64")
-        return compare_exact(
-            reference, found, lambda way: self._follow(layout, "float64", found, way)
-        )
-
-    def _compare_rounded(self, layout: Layout) -> Comparison:
+    def _judge_rounded(self, layout: Layout, found: Recording) -> Comparison:
         precision, rounding = layout.precision, self._rounding(layout)
-        found = self._record(layout, precision, layout.compile)
-        exact = self._follow(layout, "float64", found)
+        exact = self._follow(layout, self._exact, found)
         verdict = compare_rounded(exact, found, rounding)
         is_fp16 = precision == "fp16"
         if not verdict.same or (is_fp16 and overflowed(self._reference(layout, precision))):
@@ -139,13 +169,20 @@ class Verifier:
             verdict = compare_rounded(exact, found, rounding)
         return verdict
 
+    def _trains_in_float32(self) -> bool:
+        try:
+            self._reference(Layout(), "fp32")
+        except RunError:
+            return False
+        return True
+
     def _rounding(self, layout: Layout) -> Rounding:
-        """How far one device is from float64 in the layout's precision; measured once for each."""
+        """How far one device is from the exact step in the layout's precision; measured once for each."""
         precision = layout.precision
         key = _reference_key(layout, precision)
         if key not in self._roundings:
             one = self._reference(layout, precision)
-            exact = self._follow(layout, "float64", one)
+            exact = self._follow(layout, self._exact, one)
             more = [self._follow(layout, precision, one, way) for way in _ways(layout)[1:]]
             compress = reference_layout(layout).compress
             self._roundings[key] = measure(exact, [one, *more], precision, compress)
@@ -165,7 +202,7 @@ class Verifier:
                 # Nothing to compare with: no layout is at fault.
                 raise BrokenReference(
                     f"the training fails on one device already: {error}"
-                ) from None
+                ) from error
         return self._references[key]
 
     def _follow(
@@ -201,6 +238,10 @@ class Verifier:
     def close(self) -> None:
         for ranks in self._ranks.values():
             ranks.close()
+
+
+def _said(found: Comparison) -> str:
+    return found.note or (str(found.first) if found.first is not None else found.unclear)
 
 
 def _reference_key(layout: Layout, precision: str) -> tuple[object, ...]:

@@ -37,15 +37,22 @@ def show_rows(
             task = progress.add_task("", total=len(work))
             progress.console.print(header)
             refused: set[Layout] = set()
+            told: set[str] = set()
             for layout, kind in work:
                 progress.update(task, description=f"{layout} in {kind}")
-                if layout not in refused:  # said once; another precision changes nothing about it
+                known = any(row.layout == layout and row.precision == kind for row in rows)
+                if layout not in refused and not known:  # said once; no precision changes a refusal
                     row = verifier.check(layout, kind)
                     rows.append(row)
                     if row.refused:
                         refused.add(layout)
                     if full or not (row.refused and survey):
                         progress.console.print(row_of(row, width))
+                    if full or not survey:
+                        for note in row.notes:
+                            if note not in told:
+                                progress.console.print(f"  {note}")
+                        told.update(row.notes)
                 progress.advance(task)
     finally:
         verifier.close()

@@ -29,6 +29,7 @@ from ridgeline.parallel.random import (
 )
 from ridgeline.parallel.ring import ring_attention
 from ridgeline.parallel.tensor import GlobalView, cut_layers, enter_view, plan_tensor, use_randomness
+from ridgeline.parallel.sample_dims import learn_sample_dims
 
 
 def keys_for(ids: list[int], seed: int = 0, step: int = 0) -> Any:
@@ -815,3 +816,35 @@ def test_compiled_masks_are_the_same() -> None:
     assert len(graphs) <= 2, len(
         graphs
     )  # neither a step nor other ids are a reason to compile again
+
+
+class SequenceFirst(nn.Module):
+    """(length, samples, width), and something that is the same for all samples."""
+
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.looks = looks
+        self.drop, self.places = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.register_buffer("table", torch.ones(4, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        if self.looks:
+            assert float(x.sum()) > -1e9
+        x = self.drop(x) + self.places(self.table)
+        return F.dropout(x, 0.5, self.training).transpose(0, 1)
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["fake", "real"])
+def test_samples_are_found_where_they_are(looks: bool) -> None:
+    """A length that is a multiple of the batch is not taken for samples."""
+    model, x = SequenceFirst(looks), torch.ones(4, 4, 8)
+    randomness = Randomness(0)
+    randomness.sample_dims = learn_sample_dims(model, (x[:2],), True)
+    assert randomness.sample_dims == {"": {(1, 3): 1}, "drop": {(1, 3): 1}, "places": {(1, 3): -1}}
+    apply_keyed_dropout(model, randomness, (x[:2],))
+    parts = []
+    for ids in (torch.arange(4), torch.arange(2), torch.arange(2, 4)):
+        randomness.begin(0, ids)
+        parts.append(model(x[ids]))
+    assert torch.equal(parts[0], torch.cat(parts[1:]))

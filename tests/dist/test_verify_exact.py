@@ -42,14 +42,21 @@ class Casts(nn.Module):
         x = self.first(x.flatten(1))
         y = F.layer_norm(x.float(), (32,)) * self.scale.float()
         return self.out(y.to(x.dtype).relu())
+
+class Narrow(Casts):
+    '''Has a kernel that is not there in float64.'''
+    def forward(self, x):
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float32, got Double")
+        return super().forward(x)
 """
 
 
 class Proofs:
     """One verifier for a model; its one device is asked before a mistake is planted in the ranks."""
 
-    def __init__(self, model: str) -> None:
-        settings = [f"model={{name: {model}}}", "optim.name=adamw", "optim.weight_decay=0.01"]
+    def __init__(self, *settings: str) -> None:
+        settings = (*settings, "optim.name=adamw", "optim.weight_decay=0.01")
         config = load_config(find_recipe("digits"), settings).config
         self.layout = Layout.parse("dp=2,zero=1")
         self.verifier = Verifier(config, [self.layout], steps=3)
@@ -68,7 +75,9 @@ def proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Proof
     (folder / "inexact_models.py").write_text(MODELS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        made = {name: Proofs(f"inexact_models:{name}") for name in ("Keys", "Casts")}
+        names = ("Keys", "Casts", "Narrow")
+        made = {name: Proofs(f"model={{name: inexact_models:{name}}}") for name in names}
+        made["norms"] = Proofs("model.args.batch_norm=true")
         yield made
         for proof in made.values():
             proof.verifier.close()
@@ -139,3 +148,27 @@ def test_a_wrong_gradient_is_found_beside_what_casts_cost(
     row = proofs["Casts"].verdict()
     assert row.verdict == "differs", row
     assert row.detail.startswith("gradient ")
+
+
+def test_a_model_that_cannot_run_in_float64_is_proved_in_fp32(
+    proofs: dict[str, Proofs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = proofs["Narrow"].right
+    assert (row.verdict, row.precision) == ("same", "fp32"), row
+    assert row.detail.startswith(
+        "to rounding of fp32, since float64 is what this model cannot do ("
+    )
+    assert "expected Float32, got Double" in row.detail
+    assert "\n" not in row.detail
+    right = Arranged.weight_of
+    monkeypatch.setattr(Arranged, "weight_of", lambda *args: (1 + 1e-4) * right(*args))
+    row = proofs["Narrow"].verdict()
+    assert (row.verdict, row.precision) == ("differs", "fp32"), row
+
+
+def test_batch_norms_that_part_ranks_are_told_with_a_remedy(proofs: dict[str, Proofs]) -> None:
+    row = proofs["norms"].right
+    assert row.verdict == "differs", row
+    assert row.detail.endswith(
+        "; batch norms see the samples of their own rank, unless ddp.sync_batch_norm=true"
+    )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ridgeline.config import find_recipe, load_config
 from ridgeline.layout import Layout, check_layout, techniques
+from ridgeline.verify import show
 from ridgeline.verify.compare import Sizes, compare
 from ridgeline.verify.layouts import all_layouts, factored_layouts, merge
 from ridgeline.verify.overflow import compare_overflowed
-from ridgeline.verify.record import Recording
+from ridgeline.verify.record import Recording, to_numpy, unscaled
 from ridgeline.verify.rounding import compare_rounded, measure
 from ridgeline.verify.run import Row
 from ridgeline.verify.small import shrink
@@ -93,6 +97,34 @@ def test_a_loss_beyond_fp16_is_told_as_such(on_one: bool, verdict: str) -> None:
     assert row.verdict == verdict
     assert row.detail.startswith("the loss itself overflowed in fp16 at step 2")
     assert ("on one device and in this layout" in row.detail) is on_one
+
+
+def test_a_recording_holds_arrays_of_any_gradient() -> None:
+    """Of a sparse embedding, and of a parameter that is one number."""
+    sparse = torch.sparse_coo_tensor([[2]], [[1.0, 3.0]], (4, 2), check_invariants=True)
+    assert to_numpy({"a": sparse})["a"].tolist() == [[0, 0], [0, 0], [1, 3], [0, 0]]
+    training: Any = SimpleNamespace(precision=SimpleNamespace(scale=lambda: 2.0))
+    found = unscaled(training, {"b": torch.tensor(3.0)})["b"]
+    assert isinstance(found, np.ndarray)
+    assert found == 1.5
+
+
+def test_notes_of_a_layout_are_shown_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Told:
+        def __init__(self, *_: object) -> None: ...
+
+        def check(self, layout: Layout, precision: str) -> Row:
+            found = compare(recording(), recording())
+            return Row(layout, precision, found, notes=("head is left whole",))
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(show, "Verifier", Told)
+    config = load_config(find_recipe("digits"), []).config
+    show.show_rows(config, [Layout.parse("tp=2")], 2, "fp32", survey=False, full=False)
+    assert capsys.readouterr().out.count("  head is left whole\n") == 1
 
 
 def test_every_listed_layout_can_be_run() -> None:

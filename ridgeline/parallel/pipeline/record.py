@@ -214,7 +214,7 @@ def record(
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            watched = _fake_copy(model, device)
+            watched = fake_copy(model, device)
             runs = [
                 _run(watched, resize(example_inputs, size, device, True), device, autocast_dtype)
                 for size in BATCHES
@@ -269,7 +269,7 @@ def resize(inputs: Any, size: int, device: torch.device, is_fake: bool = False) 
     return map_leaves(inputs, change)
 
 
-def _fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
+def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
     """The same structure over tensors without memory, all weights differentiable."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
