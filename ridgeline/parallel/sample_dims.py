@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.dropout import seems_to_drop, watch_shapes
 from ridgeline.parallel.pipeline.record import BATCHES, fake_copy, resize
-from ridgeline.parallel.pipeline.structure import call_arguments
 from ridgeline.parallel.random import Randomness
 
 _Shapes = dict[tuple[str, int, int], list[Sequence[int]]]

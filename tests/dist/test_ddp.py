@@ -301,6 +301,25 @@ def test_own_loop_has_the_gradients_of_one_process(
             assert sorted(real) == list(range(NUM_SAMPLES))
 
 
+def own_draws(layout: str) -> list[float]:
+    job = ridgeline.start(layout=layout, seed=4)
+    model = nn.Linear(3, 3)
+    weights = model.weight.flatten().tolist()
+    job.parallelize(model)
+    drawn = torch.randn(2).tolist()
+    job.close()
+    return weights + drawn
+
+
+def test_own_loops_draw_apart_where_samples_are(ranks: Any) -> None:
+    """Weights are made alike; noise and dropout of a model are of each rank's own samples."""
+    first, second = ranks(2, own_draws, "dp=2")
+    assert first[:9] == second[:9]
+    assert first[9:] != second[9:]
+    (alone,) = ranks(1, own_draws, "")
+    assert alone[9:] == first[9:]
+
+
 def mean_outside() -> tuple[float, float]:
     """Without a loader every rank counts the same; after an epoch, again."""
     job = ridgeline.start()

@@ -129,6 +129,12 @@ def test_what_is_no_pair_is_refused_with_the_form_that_is(tmp_path: Path) -> Non
     assert "3 inputs, and packing is for one" in done.stderr
 
 
+def test_spatial_without_an_image_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "train", "named.yaml", "-n", "2", "layout=spatial=2")
+    assert done.returncode == 2, done.stdout
+    assert "layout spatial=2x1 cuts images, and the model is given none" in done.stderr
+
+
 def test_several_inputs_are_planned_from_their_shapes(tmp_path: Path) -> None:
     done = run(tmp_path, "plan", "facts", "named.yaml", "-o", "facts.json")
     assert done.returncode == 0, done.stdout + done.stderr

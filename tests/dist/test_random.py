@@ -848,3 +848,23 @@ def test_samples_are_found_where_they_are(looks: bool) -> None:
         randomness.begin(0, ids)
         parts.append(model(x[ids]))
     assert torch.equal(parts[0], torch.cat(parts[1:]))
+
+
+class _Rated(nn.Module):
+    """Attention whose rate has a name that says nothing, and no dropout module."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.qkv = p, nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        rate = self.p if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_a_rate_of_attention_is_seen_in_its_code(rate: float) -> None:
+    """Stages of a pipeline and large models are not run to see what they draw."""
+    found = apply_keyed_dropout(nn.Sequential(_Rated(rate), nn.Linear(8, 8)), Randomness(0))
+    assert found.watched == (("0",) if rate else ())

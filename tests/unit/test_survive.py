@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +23,25 @@ from ridgeline.train import signals
 from ridgeline.train.hang import Account, main_thread, table, tell
 from ridgeline.train.pulse import RankPace
 from ridgeline.train.stragglers import WINDOW, Stragglers, find_stragglers
+
+
+def test_a_closed_terminal_ends_nothing() -> None:
+    """`ridgeline train | head`: what is said after the pipe has ended goes nowhere."""
+    code = (
+        "from ridgeline.errors import say; [say('x' * 9999) for _ in range(99)]; open('done', 'w')"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(60) == 0, said
+        assert (Path(folder) / "done").exists()
+        assert not said
 
 
 @pytest.mark.parametrize(

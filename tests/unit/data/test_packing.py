@@ -170,6 +170,10 @@ def test_a_data_set_of_ones_own_counts_its_targets():
     (batch,) = loader.epoch(0)
     assert batch.units == (int((batch.targets[0] != IGNORED_TARGET).sum()),)
     assert batch.num_global_units == 0 + 1 + 2 + 3 + 0 + 1
+    as_list = as_source(Ragged(), 0, "ragged")
+    as_list.count_targets = lambda indices: [int(index) % 4 for index in indices]
+    (other,) = Loader(as_list, batch=6, rank=1, world=2, prefetch=0).epoch(0)
+    assert other.units == batch.units
 
 
 def test_a_part_with_no_target_has_loss_and_gradient_zero():
