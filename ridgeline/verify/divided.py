@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ridgeline.config import RunConfig
 from ridgeline.data.batch import Batch
@@ -84,7 +84,7 @@ def _gaps(training: Training, batch: Batch) -> tuple[float, float]:
         if batch.counts[index]:
             arranged.share.num_real = batch.counts[index]
             name_samples(arranged, batch, index)
-            found.append(training.model(inputs))
+            found.append(arranged.predict(inputs))
             share = batch.units[index] / batch.num_global_units
             total += float(arranged.loss(found[-1], targets)) * share
     whole = _whole(batch)
@@ -93,7 +93,7 @@ def _gaps(training: Training, batch: Batch) -> tuple[float, float]:
     loss = float(arranged.loss(joined, whole.targets[0]))
     arranged.share.num_real = whole.counts[0]
     name_samples(arranged, whole, 0)
-    undivided = training.model(whole.inputs[0])
+    undivided = arranged.predict(whole.inputs[0])
     pairs = zip(_floats(joined), _floats(undivided), strict=True)
     gaps = [_gap(one, other) for one, other in pairs if one.shape == other.shape and one.dim()]
     return abs(loss - total) / max(abs(loss), 1e-30), max(gaps, default=math.inf)
@@ -103,7 +103,7 @@ def _whole(batch: Batch) -> Batch | None:
     """All parts as one; None where they have different shapes."""
     used = [index for index, count in enumerate(batch.counts) if count]
     try:
-        inputs = torch.cat([batch.inputs[index] for index in used])
+        inputs = tree_map(lambda *parts: torch.cat(parts), *(batch.inputs[i] for i in used))
         targets = torch.cat([batch.targets[index] for index in used])
     except RuntimeError:
         return None

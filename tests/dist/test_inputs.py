@@ -64,6 +64,10 @@ class Items(Dataset):
         return (tokens, mask, strength), target
 
 
+def summed(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
 def named(split): return Items(split)
 def positional(split): return Items(split, named=False)
 def plain(split):
@@ -107,6 +111,14 @@ def test_every_layout_computes_the_same_of_several_inputs(tmp_path: Path, recipe
     done = run(tmp_path, "verify", recipe, *layouts, "--steps", "5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{2 * len(LAYOUTS)} of {2 * len(LAYOUTS)} same after 5 steps" in done.stdout
+
+
+def test_a_sum_over_samples_does_not_add_up_in_parts(tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "verify", "named.yaml", "--layout", "accumulate=3", "train.task=several:summed"
+    )
+    assert done.returncode == 1, done.stdout
+    assert "the loss is no mean over samples" in done.stdout
 
 
 def test_several_inputs_are_read_by_workers_and_evaluated(tmp_path: Path) -> None:
