@@ -58,16 +58,16 @@ def best(
             help="A model's name, a recipe, facts of a module as JSON, or package.module:factory."
         ),
     ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to a recipe, as train.batch=64.")
+    ] = None,
     machine: Annotated[
         str,
         typer.Option(
             "--machine",
             help="A machine's name, a YAML file of its facts, or measured rates as JSON.",
         ),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to a recipe, as train.batch=64.")
-    ] = None,
+    ] = "",
     nodes: Annotated[int, typer.Option("-N", "--nodes", min=1, help="Nodes.")] = 1,
     batch: Annotated[
         int | None,
@@ -152,6 +152,11 @@ def best(
     }  # fmt: skip
     require_together(given, scale is not None)
     by, top = by or "time", top or 10
+    if not machine:
+        raise UsageError(
+            "plan needs --machine: a name that `ridgeline plan machines` lists, a file of one's own, or the "
+            "machine.json that `ridgeline machine compute` measures"
+        )
     asked = read_model(model, seq, inputs or [], overrides or [])
     sizes = asked.model
     if write is not None:

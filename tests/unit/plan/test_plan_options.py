@@ -116,6 +116,10 @@ def test_why_compares_like_with_like() -> None:
     assert "40 GB more memory a device: no change" in small
 
 
+def test_a_machine_is_asked_for_with_what_there_is() -> None:
+    assert "plan needs --machine: a name that `ridgeline plan machines` lists" in refused("350m")
+
+
 def test_why_says_what_each_technique_gains() -> None:
     """What takes its place is the best of all layouts without it, found by a search of its own."""
     job = ("llama3-70b", "--machine", "h200", "-N", "8", "--batch", "512")
