@@ -154,8 +154,8 @@ def best(
     by, top = by or "time", top or 10
     if not machine:
         raise UsageError(
-            "plan needs --machine: a name that `ridgeline plan machines` lists, a file of one's own, or the "
-            "machine.json that `ridgeline machine compute` measures"
+            "plan needs --machine: a name that `ridgeline plan machines` lists, a file of one's own, or "
+            "the machine.json that `ridgeline machine compute` measures"
         )
     asked = read_model(model, seq, inputs or [], overrides or [])
     sizes = asked.model
