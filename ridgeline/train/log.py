@@ -27,26 +27,35 @@ class RunLog:
         self._is_waiting = False
         self._told: set[str] = set()
         mesh = training.mesh
+        self._training, self._has_begun = training, False
         self._board = Board(run, training.config.log.tensorboard) if run is not None else None
-        if run is not None:
-            facts = {
-                "model": training.model_facts.to_dict(),
-                "machine": training.machine_facts.to_dict(),
-            }
-            with suppress(OSError):  # a full disk is no reason not to train
-                run.write_text(LAYOUT, f"{mesh.layout}\n")
-                run.write_json(FACTS, facts)
-                run.write_json(ENV, recorded_environment())
-                if training.arranged.block_costs is not None:
-                    run.write_json(BLOCKS, training.arranged.block_costs)
-            run.add_event("start", layout=str(mesh.layout), num_ranks=mesh.env.world_size)
-            for details in training.staging.events:
-                run.add_event("staged", **details)
         self._progress = build_progress(
             training.num_steps, training.model_facts, mesh.is_main and run is not None
         )
         for line in describe(training):
             self._progress.note(line)
+
+    def begin(self) -> None:
+        """What the run is, once it is known that it can go on from where it was: a run that is refused
+        keeps the records of the one before."""
+        run, training = self._run, self._training
+        if run is None or self._has_begun:
+            return
+        self._has_begun = True
+        layout = training.mesh.layout
+        facts = {
+            "model": training.model_facts.to_dict(),
+            "machine": training.machine_facts.to_dict(),
+        }
+        with suppress(OSError):  # a full disk is no reason not to train
+            run.write_text(LAYOUT, f"{layout}\n")
+            run.write_json(FACTS, facts)
+            run.write_json(ENV, recorded_environment())
+            if training.arranged.block_costs is not None:
+                run.write_json(BLOCKS, training.arranged.block_costs)
+        run.add_event("start", layout=str(layout), num_ranks=training.mesh.env.world_size)
+        for details in training.staging.events:
+            run.add_event("staged", **details)
 
     def note(self, text: str) -> None:
         if text:

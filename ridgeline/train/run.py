@@ -286,10 +286,12 @@ class _Session:
         """Restore the newest whole checkpoint, if there is one, and say so."""
         found = self.checkpoints.find()
         if found is None:
+            self.log.begin()
             if self.main_run is not None and self.main_run.file(METRICS).is_file():
                 self.log.note("there is no checkpoint to go on from: the run starts over")
             return Position()
         position, notes = self.checkpoints.restore(found)
+        self.log.begin()
         for line in (*found.damaged, *notes):
             self.log.note(line)
         self.log.note(f"going on from {found.path.name}")

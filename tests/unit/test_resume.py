@@ -373,6 +373,8 @@ def test_the_weights_wait_for_the_copy(tmp_path: Path) -> None:
 
 def test_another_model_or_seed_is_refused(tmp_path: Path) -> None:
     run_in(tmp_path / "run", "train.steps=3")
+    records = [tmp_path / "run" / name for name in ("layout.txt", "facts.json", "events.jsonl")]
+    before = [path.read_text() for path in records]
     with pytest.raises(UsageError, match=r"shape \[25, 16\].*--fresh"):
         run_in(tmp_path / "run", "model.args.hidden=25")
     with pytest.raises(UsageError, match=r"has exp_avg, .*SGD keeps nothing"):
@@ -383,6 +385,7 @@ def test_another_model_or_seed_is_refused(tmp_path: Path) -> None:
         run_in(tmp_path / "run", "train.batch=16")
     with pytest.raises(UsageError, match=r"num_samples=80 and had 64"):
         run_in(tmp_path / "run", "data.args.samples=80", "data.args.distinct=80")
+    assert [path.read_text() for path in records] == before
 
 
 def test_a_disk_that_is_full_does_not_end_the_run(
