@@ -271,7 +271,7 @@ def _on_host(trace: Trace, overhead_s: float, num_ranks: int) -> Taken:
         in_optimizer = overlap((op.start, op.end), trace.optimizer) > 0
         seconds = max(op.self_us, 0.0) / 1e6
         kind = class_of_op(op.name, in_optimizer)
-        if kind == COMMUNICATION and num_ranks > 1:
+        if kind == COMMUNICATION:
             taken.comm_exposed_s += seconds
             continue
         # What an op costs before it computes anything.

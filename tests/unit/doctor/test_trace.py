@@ -184,6 +184,16 @@ def test_on_a_cpu_a_pause_after_a_collective_is_communication() -> None:
     assert alone.launch_s == pytest.approx(500e-6)
 
 
+def test_one_rank_alone_waits_for_no_network() -> None:
+    s = Script()
+    s.op("aten::mm", 0, 100, [[8, 8], [8, 8]])
+    s.op("aten::add", 1000, 100, [[8], [8]])
+    seen = Sample(500 * NS, "loop.py:3 (step)", "dist.barrier()", "comm")
+    alone, among = (take_apart(s.trace(1100, [seen]), num_ranks=n) for n in (1, 2))
+    assert alone.comm_exposed_s == 0
+    assert among.comm_exposed_s == pytest.approx(900e-6)
+
+
 def test_on_a_cpu_a_pause_in_python_is_its_lines() -> None:
     s = Script()
     s.op("aten::mm", 0, 100, [[8, 8], [8, 8]])
