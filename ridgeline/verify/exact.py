@@ -48,7 +48,7 @@ def compare_exact(
     bounds = verdict.bounds
     said = (
         f"step by step, to {bounds.gradient:.1e} in gradients and {bounds.loss:.1e} in losses: the model "
-        f"computes in less than float64 by itself, and that is {NOISE_FACTOR:g} times what it moves one "
-        "device by"
+        f"computes in less than float64 by itself, or its gradients cancel; that is {NOISE_FACTOR:g} times "
+        "what rounding moves one device by"
     )
     return replace(verdict, note=said)
