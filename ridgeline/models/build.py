@@ -95,7 +95,7 @@ def _require_dense(name: str, model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(
-                f"{path} of model {name!r} has sparse=True, and sparse gradients are neither clipped nor "
+                f"{path or 'the embedding'} of model {name!r} has sparse=True, and sparse gradients are neither clipped nor "
                 "reduced nor taken by AdamW; use sparse=False"
             )
 

@@ -27,7 +27,7 @@ class Block(nn.Module):
 class Named(nn.Module):
     '''Tokens, which of them count, and a number for each sample; the last two by keyword only.'''
 
-    def __init__(self, positional=False):
+    def __init__(self):
         super().__init__()
         self.embed, self.scale = nn.Embedding(32, 16), nn.Linear(1, 16)
         self.blocks = nn.ModuleList(Block(16) for _ in range(4))
