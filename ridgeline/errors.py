@@ -1,5 +1,5 @@
-"""The ways a command ends before its work is done, how an unknown word is reported, and a line on a terminal
-that may be gone.
+"""The ways a command ends before its work is done, how an unknown word is reported, and a line for a
+terminal that may be gone.
 
 Every room raises one of these for anything the user can cause; `cli.py` turns them into one line on
 standard error and an exit code. Anything else that escapes is a bug of ours and keeps its traceback.
