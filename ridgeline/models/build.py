@@ -95,8 +95,8 @@ def _require_dense(name: str, model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(
-                f"{path or 'the embedding'} of model {name!r} has sparse=True, and sparse gradients are neither clipped nor "
-                "reduced nor taken by AdamW; use sparse=False"
+                f"{path or 'the embedding'} of model {name!r} has sparse=True, and sparse gradients are "
+                "neither clipped nor reduced nor taken by AdamW; use sparse=False"
             )
 
 
