@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.data.memory import pinned
 from ridgeline.data.order import BatchPlan
 from ridgeline.data.source import Source
 from ridgeline.errors import RunError, UsageError, UserCodeFailed
@@ -127,6 +128,14 @@ def read_batch(source: Source, plan: BatchPlan, change: Change | None = None) ->
     batch.rows = tuple(rows)
     batch.skipped = tuple(take_skipped()) if take_skipped is not None else ()
     return batch if change is None else change(batch)
+
+
+def read_pinned(source: Source, plan: BatchPlan, change: Change | None, pin: bool) -> Batch:
+    """The same, in memory from which a device copies by itself where `pin`. What a source reads straight
+    into a batch is there from the beginning; the rest is copied."""
+    with pinned(pin):
+        batch = read_batch(source, plan, change)
+    return batch.pin_memory() if pin else batch
 
 
 def _rows(part: np.ndarray, mates: np.ndarray) -> Rows:

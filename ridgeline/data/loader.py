@@ -10,17 +10,18 @@ by `train/setup.py`.
 from __future__ import annotations
 
 import copy
+import itertools
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.data.batch import Batch, Change, read_batch
+from ridgeline.data.batch import Batch, Change, read_batch, read_pinned
 from ridgeline.data.order import (
     BatchPlan,
     Blocks,
@@ -32,7 +33,7 @@ from ridgeline.data.order import (
 from ridgeline.data.processes import Processes
 from ridgeline.data.source import Source
 from ridgeline.data.threads import read_in_threads
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError
 
 # Batches that a source is asked for before they are read.
 _ASKED_AHEAD = 2
@@ -139,6 +140,22 @@ class Loader:
 
         With worker processes one epoch is read at a time: starting another ends the earlier one.
         """
+        return self._pended(self._read(self._plans(epoch, start)))
+
+    def onward(self, epoch: int, start: int, count: int) -> Iterator[Batch]:
+        """`count` batches from batch `start` of `epoch` on, over as many epochs as that takes.
+
+        The first of an epoch are read while the last of the one before are used, so that nobody waits
+        where one ends.
+        """
+        if start >= len(self):
+            raise RunError(f"epoch {epoch} has {len(self)} batches, and none from batch {start} on")
+        first = self._plans(epoch, start)
+        plans = chain(first, chain.from_iterable(map(self._plans, itertools.count(epoch + 1))))
+        return self._pended(self._read(islice(plans, count)))
+
+    def _plans(self, epoch: int, start: int = 0) -> Iterator[BatchPlan]:
+        """Those of one epoch; what it reads is asked for before."""
         plans = plan_epoch(
             len(self.source),
             self.batch,
@@ -154,19 +171,19 @@ class Loader:
             self.pairs,
             getattr(self.source, "count_targets", None),
         )
-        return self._pended(self._read(plans, epoch))
+        if self.shuffle and self.blocks is not None and hasattr(self.source, "ahead"):
+            return self._asking_ahead(plans, epoch, self.blocks)
+        return plans
 
     def _pended(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
             batch.pending = self._pending
             yield batch
 
-    def _read(self, plans: Iterator[BatchPlan], epoch: int) -> Iterator[Batch]:
+    def _read(self, plans: Iterator[BatchPlan]) -> Iterator[Batch]:
         if self.device is not None and hasattr(self.source, "device_fetch"):
             made = _MadeOnDevice(self.source, torch.device(self.device))
             return (read_batch(made, plan, self.change) for plan in plans)
-        if self.shuffle and self.blocks is not None and hasattr(self.source, "ahead"):
-            plans = self._asking_ahead(plans, epoch, self.blocks)
         if self.prefetch and hasattr(self.source, "ask"):
             plans = self._asking(plans)
         if self.workers:
@@ -189,8 +206,7 @@ class Loader:
 
     def _in_line(self, plans: Iterator[BatchPlan]) -> Iterator[Batch]:
         for plan in plans:
-            batch = read_batch(self.source, plan, self.change)
-            yield batch.pin_memory() if self.pin_memory else batch
+            yield read_pinned(self.source, plan, self.change, pin=self.pin_memory)
 
     def _asking(self, plans: Iterator[BatchPlan]) -> Iterator[BatchPlan]:
         """The same plans; the system is asked for the samples of each a little before it is handed out,

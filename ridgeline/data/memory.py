@@ -2,16 +2,18 @@
 
 A large batch in new memory costs a page fault every 4 KiB, which takes as long as reading it from the
 page cache. Blocks are therefore kept and handed out again, once the last tensor on them is gone. In a
-worker process a batch is made where the trainer can see it, so that it is not copied on the way. Called
-by sources.
+worker process a batch is made where the trainer can see it, so that it is not copied on the way; where it
+is bound for a GPU, in pinned memory, which torch keeps and hands out again by itself. Called by sources.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -61,6 +63,18 @@ class _Pool:
 
 
 _pool = _Pool()
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def pinned(wanted: bool) -> Iterator[None]:
+    """Within it, this thread's large batches are made in pinned memory, where `wanted`."""
+    before = getattr(_here, "pins", False)
+    _here.pins = wanted
+    try:
+        yield
+    finally:
+        _here.pins = before
 
 
 def empty_batch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -71,4 +85,6 @@ def empty_batch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype).set_(storage).view(shape)  # type: ignore[call-overload]
     if num_bytes < _POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)
+    if getattr(_here, "pins", False):
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
     return torch.from_numpy(_pool.take(num_bytes)).view(dtype).view(shape)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ridgeline.data.batch import Batch, Change, Failure, read_batch
+from ridgeline.data.batch import Batch, Change, Failure, read_pinned
 from ridgeline.data.order import BatchPlan
 from ridgeline.data.source import Source
 from ridgeline.errors import RunError, UsageError
@@ -110,8 +110,9 @@ def _fill(shared: _Shared) -> None:
             place.put(None)
             return
         try:
-            batch = read_batch(shared.source, plan, shared.change)
-            place.put(batch if shared.device_index is None else batch.pin_memory())
+            place.put(
+                read_pinned(shared.source, plan, shared.change, pin=shared.device_index is not None)
+            )
         except Exception as error:
             # Whatever it is, the loop must hear of it: it is waiting.
             place.put(_failure(error))

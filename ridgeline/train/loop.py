@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from ridgeline.data.batch import Batch
-from ridgeline.errors import RunError
 from ridgeline.train.position import Position
 from ridgeline.train.setup import Training
 from ridgeline.train.step import StepResult, run_step
@@ -24,37 +23,32 @@ def train_loop(training: Training, start: Position | None = None) -> Iterator[St
     per_epoch = len(training.loader)
     training.arranged.train()
     clock.start()
-    while position.step < training.num_steps:
-        before = position
-        for moving in training.feed(training.loader.epoch(position.epoch, position.batch)):
-            clock.mark("data_s")
-            batch = moving.take()
-            clock.mark("h2d_s")
-            lr = training.set_lr(position.step)
-            loss_share, grad_norm = run_step(
-                training.forward_backward, training.update, batch, clock
-            )
-            position = position.after(per_epoch)
-            yield StepResult(
-                step=position.step,
-                epoch=batch.epoch,
-                position=position,
-                loss_share=loss_share,
-                grad_norm=grad_norm,
-                lr=lr,
-                num_samples=batch.num_global,
-                time=time.time(),
-                times=clock.end_step(),
-                ends_epoch=batch.step + 1 == per_epoch,
-                samples=used_samples(batch),
-                skipped=batch.skipped,
-            )
-            if position.step == training.num_steps:
-                return
-            # What the caller did with the result is part of the step's time but of none of its parts.
-            clock.mark("other_s")
-        if position == before:
-            raise RunError(f"epoch {position.epoch} gave no batch from batch {position.batch} on")
+    left = max(0, training.num_steps - position.step)
+    if not left:
+        return
+    for moving in training.feed(training.loader.onward(position.epoch, position.batch, left)):
+        clock.mark("data_s")
+        batch = moving.take()
+        clock.mark("h2d_s")
+        lr = training.set_lr(position.step)
+        loss_share, grad_norm = run_step(training.forward_backward, training.update, batch, clock)
+        position = position.after(per_epoch)
+        yield StepResult(
+            step=position.step,
+            epoch=batch.epoch,
+            position=position,
+            loss_share=loss_share,
+            grad_norm=grad_norm,
+            lr=lr,
+            num_samples=batch.num_global,
+            time=time.time(),
+            times=clock.end_step(),
+            ends_epoch=batch.step + 1 == per_epoch,
+            samples=used_samples(batch),
+            skipped=batch.skipped,
+        )
+        # What the caller did with the result is part of the step's time but of none of its parts.
+        clock.mark("other_s")
 
 
 def used_samples(batch: Batch) -> tuple[np.ndarray, ...]:

@@ -8,7 +8,6 @@ rank 0.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -107,8 +106,7 @@ def metrics_of(training: Training) -> dict[str, float]:
 
 def batches(training: Training) -> Iterator[Batch]:
     """The batches of all steps, over as many epochs as that takes."""
-    epochs = (training.loader.epoch(epoch) for epoch in itertools.count())
-    return itertools.islice(itertools.chain.from_iterable(epochs), training.num_steps)
+    return training.loader.onward(0, 0, training.num_steps)
 
 
 def name_of(replica: int, name: str) -> str:

@@ -82,3 +82,36 @@ def test_an_error_reaches_the_loop_as_it_is():
     feed = build_feed(to_device, torch.device("cuda"))
     with pytest.raises(ValueError, match="the disk is gone"):
         list(feed(broken()))
+
+
+@pytest.mark.parametrize("way", [{"prefetch": 0}, {"threads": 2}])
+def test_large_batches_are_read_into_pinned_memory_and_reused_safely(tmp_path, way):
+    """Straight from the file, without a copy; what is used again was copied to the device before."""
+    h5py = pytest.importorskip("h5py")
+    from ridgeline.data.build import build_sources
+    from ridgeline.data.loader import Loader
+
+    with h5py.File(tmp_path / "fields.h5", "w") as file:
+        values = np.arange(12, dtype=np.float32).reshape(12, 1, 1) * np.ones(
+            (1, 512, 512), np.float32
+        )
+        file["input"], file["target"] = values, values
+    source = build_sources("packed", {"path": str(tmp_path), "holdout": 0}, 0)[0]
+    loader = Loader(source, batch=3, shuffle=False, pin_memory=True, **way)
+    feed = build_feed(lambda batch: batch.to("cuda"), torch.device("cuda"))
+    count, found = 5 * len(loader), []
+    for moving in feed(_pinned_only(loader.onward(0, 0, count))):
+        batch = moving.take()
+        torch.cuda._sleep(2_000_000)
+        found.append(
+            (batch.indices[0], batch.inputs[0].amax((1, 2)), batch.targets[0].amin((1, 2)))
+        )
+    assert len(found) == count
+    for indices, high, low in found:
+        assert high.tolist() == low.tolist() == indices.tolist()
+
+
+def _pinned_only(made):
+    for batch in made:
+        assert all(part.is_pinned() for part in batch.tensors())
+        yield batch

@@ -7,7 +7,7 @@ from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl
 
 LEAST_WAIT = 0.02
 """Share of the step spent waiting for data below which nobody would notice."""
-MOST = 16
+MOST, ENOUGH = 16, 4
 
 
 def wanted_readers(config: RunConfig) -> int:
@@ -17,10 +17,18 @@ def wanted_readers(config: RunConfig) -> int:
     return max(2, min(MOST, cores - 1))
 
 
+def wanted_prefetch(config: RunConfig) -> int:
+    """Batches ahead of each reader: with many of them, what they have in hand is far enough ahead, and
+    every further batch is memory of the host."""
+    return max(config.data.prefetch, 1 if wanted_readers(config) >= ENOUGH else 2)
+
+
 def _applies(step: Step, config: RunConfig) -> str | None:
     if step.data_s < LEAST_WAIT * step.step_s or config.data.workers:
         return None
-    if config.data.threads >= wanted_readers(config) and config.data.prefetch >= 2:
+    if config.data.threads >= wanted_readers(config) and config.data.prefetch >= wanted_prefetch(
+        config
+    ):
         return None
     return f"{step.data_s / step.step_s:.0%} of the step waits for data"
 
@@ -31,7 +39,7 @@ REMEDY = Remedy(
     predicted_gain=lambda step, config: amdahl(step, 0.9 * step.data_s),
     change=lambda config: [
         f"data.threads={wanted_readers(config)}",
-        f"data.prefetch={max(config.data.prefetch, 2)}",
+        f"data.prefetch={wanted_prefetch(config)}",
     ],
     risk="none",
     feeds=True,

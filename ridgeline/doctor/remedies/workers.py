@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ridgeline.config import RunConfig
 from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl
-from ridgeline.doctor.remedies.reading_ahead import LEAST_WAIT, wanted_readers
+from ridgeline.doctor.remedies.reading_ahead import LEAST_WAIT, wanted_prefetch, wanted_readers
 
 
 def _applies(step: Step, config: RunConfig) -> str | None:
@@ -20,7 +20,7 @@ REMEDY = Remedy(
     predicted_gain=lambda step, config: amdahl(step, 0.8 * step.data_s),
     change=lambda config: [
         f"data.workers={wanted_readers(config)}",
-        f"data.prefetch={max(config.data.prefetch, 2)}",
+        f"data.prefetch={wanted_prefetch(config)}",
     ],
     risk="none",
     feeds=True,

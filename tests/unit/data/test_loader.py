@@ -83,6 +83,76 @@ def test_same_batches_for_any_prefetch_and_workers():
         loader.close()
 
 
+@pytest.mark.parametrize("way", [{"prefetch": 0}, {"threads": 3}, {"workers": 2}])
+def test_going_on_over_epochs_gives_what_they_give(way):
+    kwargs = {"batch": 500, "rank": 1, "world": 2, "seed": 4, "drop_last": True}
+    plain = Loader(digits(), prefetch=0, **kwargs)
+    expected = [*plain.epoch(1, 1), *plain.epoch(2), *plain.epoch(3)][: 2 * len(plain)]
+    loader = Loader(digits(), **kwargs, **way)
+    try:
+        assert_same(list(loader.onward(1, 1, 2 * len(plain))), expected)
+        with pytest.raises(RunError, match="none from batch 99 on"):
+            loader.onward(0, 99, 1)
+    finally:
+        loader.close()
+
+
+class Counting:
+    """Remembers what was asked for."""
+
+    info = None
+
+    def __init__(self):
+        self.fetched = []
+
+    def __len__(self):
+        return 8
+
+    def fetch(self, indices, epoch):
+        self.fetched.append((epoch, *indices.tolist()))
+        return torch.from_numpy(indices), torch.from_numpy(indices)
+
+
+def test_the_next_epoch_is_read_while_the_last_batches_are_used_and_no_more_than_asked():
+    source = Counting()
+    batches = Loader(source, batch=4, threads=2, prefetch=2).onward(0, 0, 5)
+    for _ in range(2):
+        last = next(batches)
+    assert (last.epoch, last.step) == (0, 1)  # nothing of the next one was asked for
+    until = time.monotonic() + 10
+    while len(source.fetched) < 5 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert sorted(epoch for epoch, *_ in source.fetched) == [0, 0, 1, 1, 2]
+    assert [batch.epoch for batch in batches] == [1, 1, 2]
+    assert len(source.fetched) == 5
+
+
+def test_batches_for_a_gpu_are_read_to_where_it_copies_from(monkeypatch, tmp_path):
+    from ridgeline.data import batch as reading
+    from ridgeline.data.order import plan_epoch
+
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "fields.h5", "w") as file:
+        for name in ("input", "target"):
+            file[name] = np.zeros((4, 512, 512), dtype=np.float32)
+    source = build_sources("packed", {"path": str(tmp_path), "holdout": 0}, 0)[0]
+    (plan,) = plan_epoch(4, 4, 0, 1, 0, 0)
+    asked, empty = [], torch.empty
+
+    def noting(*args, pin_memory=False, **kwargs):
+        asked.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", noting)
+    monkeypatch.setattr(reading.Batch, "pin_memory", lambda batch: batch)
+    reading.read_pinned(source, plan, None, pin=False)
+    assert not any(asked)
+    reading.read_pinned(source, plan, None, pin=True)
+    assert sum(asked) == 2
+    reading.read_pinned(source, plan, None, pin=False)
+    assert sum(asked) == 2
+
+
 def test_workers_report_what_went_wrong(tmp_path):
     (tmp_path / "c").mkdir()
     for number in range(4):
