@@ -216,8 +216,9 @@ def hand_batches(case: Case, config: Any, workers: int) -> Any:
         yield source.device_fetch(rng.integers(0, 1 << 30, config.train.batch), device)
 
 
-def hand_steps(case: Case, config: Any, plain: bool) -> Any:
-    """The best loop that people write for one GPU; `plain` is the one they begin with."""
+def hand_steps(case: Case, config: Any, plain: bool, apart: bool = False) -> Any:
+    """The best loop that people write for one GPU; `plain` is the one they begin with. `apart`: only the
+    model is compiled, as most have it, and the loss is not."""
     import torch
     import torch.nn.functional as F
 
@@ -241,7 +242,12 @@ def hand_steps(case: Case, config: Any, plain: bool) -> Any:
             return F.mse_loss(out, y)
         return F.cross_entropy(out.flatten(0, -2), y.flatten())
 
-    compiled = loss_of if plain or device.type == "cpu" else torch.compile(loss_of)
+    compiled = loss_of
+    if device.type != "cpu" and not plain:
+        if apart:
+            model.compile()
+        else:
+            compiled = torch.compile(loss_of)
     for x, y in hand_batches(case, config, 0 if plain else 14):
         if images:
             x = x.contiguous(memory_format=torch.channels_last)
@@ -259,13 +265,13 @@ def hand_steps(case: Case, config: Any, plain: bool) -> Any:
         yield loss
 
 
-def _hand_worker(case: Case, recipe: str, plain: bool, pipe: Connection) -> None:
+def _hand_worker(case: Case, recipe: str, plain: bool, apart: bool, pipe: Connection) -> None:
     import torch
 
     from ridgeline.config import load_config
 
     config = load_config(Path(recipe)).config
-    steps, cuda = hand_steps(case, config, plain), config.device == "cuda"
+    steps, cuda = hand_steps(case, config, plain, apart), config.device == "cuda"
     while (turn := pipe.recv()) is not None:
         try:
             for _ in range(turn[0]):
@@ -289,11 +295,13 @@ def _hand_worker(case: Case, recipe: str, plain: bool, pipe: Connection) -> None
 class Hand:
     """The hand-written loop with the same face as a climb's candidate."""
 
-    def __init__(self, case: Case, recipe: Path, plain: bool, spare: int) -> None:
+    def __init__(
+        self, case: Case, recipe: Path, plain: bool, spare: int, apart: bool = False
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         self._process = context.Process(
-            target=_hand_worker, args=(case, str(recipe), plain, child), daemon=False
+            target=_hand_worker, args=(case, str(recipe), plain, apart, child), daemon=False
         )
         self.started = time.time()
         self._process.start()

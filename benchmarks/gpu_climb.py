@@ -206,6 +206,10 @@ def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[
     others: dict[str, Any] = {}
     if options.plain:
         others["plain fp32"] = lambda: Hand(case, recipe, plain=True, spare=0)
+    if options.apart:
+        others["hand-tuned, loss apart"] = lambda: Hand(
+            case, recipe, plain=False, spare=spare, apart=True
+        )
     for number, (name, state) in enumerate(chosen_states(case, options).items()):
         others[name] = lambda c=state, n=number: Candidate(
             c, f"{case.name}-{n}", folder, effort, folder / "compiled"
@@ -416,6 +420,11 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=["hand"])
     parser.add_argument("--states", nargs="*", help="only these, by name or beginning; climbed")
     parser.add_argument("--plain", action="store_true", help="hand: the plain fp32 loop too")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="hand: one with the loss outside of what is compiled too",
+    )
     parser.add_argument("--text", type=int, default=300, help="steps on real text")
     parser.add_argument(
         "--fp8", default="fp8 tensors", help="the state that text compares with bf16"

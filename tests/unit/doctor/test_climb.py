@@ -415,3 +415,32 @@ def test_parts_of_a_batch_are_put_together_before_the_residual_stream_in_fp8() -
     bf16 = load_config(None, [*LLAMA, "layout=precision=bf16,accumulate=2,compile=true"]).config
     assert parts.predicted_gain(step, fp8) > residual.predicted_gain(step, fp8)
     assert parts.predicted_gain(step, bf16) < parts.predicted_gain(step, fp8)
+
+
+def test_a_state_whose_loader_stalls_now_and_then_is_seen_to_wait():
+    from types import SimpleNamespace
+
+    import torch
+
+    from ridgeline.doctor.candidate import Runner
+
+    def steps():
+        for number in range(12):
+            waited = 0.6 if number % 6 == 0 else 0.0
+            times = SimpleNamespace(
+                read=lambda waited=waited: {"data_s": waited, "step_s": 0.1 + waited}
+            )
+            yield SimpleNamespace(loss_share=torch.zeros(()), times=times)
+
+    runner = Runner.__new__(Runner)
+    info = SimpleNamespace(unit="samples", units_per_sample=1)
+    runner.device, runner._steps = torch.device("cpu"), steps()
+    runner.training = SimpleNamespace(
+        config=load_config(
+            None, ["model.name=mlp", "data.source=digits", "data.prefetch=0", "train.steps=12"]
+        ).config,
+        loader=SimpleNamespace(source=SimpleNamespace(info=info)),
+        mesh=SimpleNamespace(layout=SimpleNamespace(graphs=False)),
+        notes=[],
+    )
+    assert runner.turn(0, 12)["parts"]["data_s"] == pytest.approx(0.1)
