@@ -370,6 +370,15 @@ def test_predictions_are_amdahls() -> None:
     assert gains["reading threads"] == pytest.approx(1 / 0.82)
 
 
+def test_a_search_for_convolutions_promises_what_they_take() -> None:
+    step = dataclasses.replace(GPU, classes={"matrix": 0.6})
+    image = ["data.source=synthetic", "tune.search_convolutions=false"]
+    vit = ["model.name=vit", "model.args={image_size: 32, patch: 8, width: 64, depth: 2, heads: 2}"]
+    assert applying(step, *image, *vit)["convolution search"] == 1.0
+    resnet = ["model.name=resnet18", "model.args={}"]
+    assert applying(step, *image, *resnet)["convolution search"] == pytest.approx(1 / 0.91)
+
+
 @pytest.mark.parametrize("name", sorted(REMEDIES))
 def test_every_remedy_changes_something_or_says_what_to_do(name: str) -> None:
     remedy = REMEDIES[name]
