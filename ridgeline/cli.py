@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,8 @@ from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
 from ridgeline.cli_shared import choose_for_ranks, may_have_gpu, num_cores, require_torch
-from ridgeline.errors import Requeue, RunError, UsageError, say
+from ridgeline.errors import Requeue, RunError, UsageError, complain, say
+from ridgeline.launch.env import wants_traceback
 
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
@@ -476,8 +478,9 @@ def main() -> None:
     try:
         app()
     except (UsageError, RunError) as error:
-        typer.echo(f"ridgeline: {error}", err=True)
-        sys.exit(error.exit_code)
+        if wants_traceback():
+            traceback.print_exc()
+        sys.exit(complain(error))
 
 
 if __name__ == "__main__":

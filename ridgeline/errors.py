@@ -1,8 +1,9 @@
 """The ways a command ends before its work is done, how an unknown word is reported, and a line for a
 terminal that may be gone.
 
-Every room raises one of these for anything the user can cause; `cli.py` turns them into one line on
-standard error and an exit code. Anything else that escapes is a bug of ours and keeps its traceback.
+Every room raises one of these for anything the user can cause; `cli.py`, and `train/uncaught.py` in a
+script of the user's, turn them into one line on standard error and an exit code. Anything else that escapes
+is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -57,6 +59,15 @@ def tell_where(error: BaseException) -> str:
             continue
         place = f" ({os.path.relpath(path)}:{frame.lineno})"
     return place
+
+
+def complain(error: UsageError | RunError) -> int:
+    """The one line on standard error that is all a user sees of it; the exit code that goes with it. In one
+    piece, because several ranks may write to the same terminal."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"ridgeline: {error}\n")
+        sys.stderr.flush()
+    return error.exit_code
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
