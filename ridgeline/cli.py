@@ -199,6 +199,8 @@ def _train_in(
     from ridgeline.rundir import CONFIG, PLAN, RunDir
 
     config = chosen.config
+    if _says_past(asked, config, into):
+        return
     known = into is not None and (into / CONFIG).is_file()
     run = RunDir.create(asked.out, config.name) if into is None else RunDir.at(into)
     if asked.fresh:
@@ -219,6 +221,17 @@ def _train_in(
     say(f"run directory: {run.path}\nreport: {report}")
 
 
+def _says_past(asked: _Asked, config: RunConfig, into: Path | None) -> bool:
+    """Whether there is nothing to do for a run that was trained further than that; it stays as it is."""
+    from ridgeline.train.checks import tell_past
+
+    before = None if asked.fresh else asked.before(into)
+    text = tell_past(config, before) if before is not None else ""
+    if text:
+        say(text)
+    return bool(text)
+
+
 def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: bool) -> None:
     """A job whose script trains, with the configuration as it is now in the run directory."""
     from ridgeline.config import dump_config
@@ -233,6 +246,8 @@ def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: boo
     into = asked.into if wanted.array is not None else into
     count = (place.nodes or 1) * (place.per_node or 1)
     _check_before_start(config, count)
+    if _says_past(asked, config, into):
+        return
     made = into is None and not dry_run
     if into is not None:
         path = into

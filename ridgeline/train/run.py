@@ -39,6 +39,7 @@ from ridgeline.rundir import (
 )
 from ridgeline.train.alive import build_alive
 from ridgeline.train.checkpoints import Checkpoints, has_checkpoints
+from ridgeline.train.checks import tell_past
 from ridgeline.train.evaluate import evaluate
 from ridgeline.train.guard import BadBatch, Guard
 from ridgeline.train.log import RunLog
@@ -295,6 +296,8 @@ class _Session:
         for line in (*found.damaged, *notes):
             self.log.note(line)
         self.log.note(f"going on from {found.path.name}")
+        if position.step > self.checkpoints.num_steps:
+            self.log.note(f"the run is already past step {self.checkpoints.num_steps}")
         if position.step >= self.checkpoints.num_steps:
             self.log.note(f"the run is at its end; {_tell_longer(self.config)}")
         self.log.event(
@@ -426,7 +429,7 @@ def run_recipe(
         made = RunDir.at(Path(run))
     elif out is not None and env.rank == 0:
         made = RunDir.create(Path(out), config.name)
-    if made is not None and env.rank == 0:
+    if made is not None and env.rank == 0 and not tell_past(config, made):
         made.write_text(CONFIG, dump_config(config))
         if plan is not None:
             made.write_json(PLAN, plan)
