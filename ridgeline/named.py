@@ -7,6 +7,7 @@ wrong word in any of the three is answered in the same way. The module may lie i
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from types import ModuleType
@@ -56,3 +57,16 @@ def find_attribute(module: ModuleType, path: str, text: str, place: str) -> Any:
             raise UsageError(f"{place} {text!r}: {module.__name__!r} has no {path!r}{hint}")
         found = getattr(found, part)
     return found
+
+
+def tell_place(found: Any) -> str:
+    """Where a function or class was written, as ` at FILE:LINE`; empty where no file says so."""
+    while hasattr(found, "func"):  # functools.partial
+        found = found.func
+    written = found if inspect.isroutine(found) or inspect.isclass(found) else type(found)
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(written))
+        line = inspect.getsourcelines(written)[1]
+    except (TypeError, OSError):
+        return ""
+    return f" at {os.path.relpath(file)}:{line}" if file else ""
