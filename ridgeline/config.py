@@ -473,6 +473,13 @@ def _apply_override(values: dict[str, Any], text: str) -> str:
     return key
 
 
+def needs_evaluation(config: RunConfig) -> str:
+    """The setting that nothing comes of in a run that never evaluates; empty where there is none."""
+    if config.train.target:
+        return "train.target"
+    return "checkpoint.keep_best" if config.checkpoint.keep_best else ""
+
+
 def _check_values(config: RunConfig) -> None:
     """What types cannot say: choices, ranges, and what a run cannot do without."""
     values = dict(leaf_items(to_plain(config)))
@@ -500,8 +507,8 @@ def _check_values(config: RunConfig) -> None:
             raise UsageError(f"{key} is not set; every recipe names a model and a source")
     if config.train.epochs is None and config.train.steps is None:
         raise UsageError("neither train.epochs nor train.steps is set, so the run would never end")
-    if config.train.target and config.train.eval_samples == 0:
+    if config.train.eval_samples == 0 and (key := needs_evaluation(config)):
         raise UsageError(
-            "train.target is set but train.eval_samples=0 never evaluates; leave one of them out"
+            f"{key} is set but train.eval_samples=0 never evaluates; leave one of them out"
         )
     check_text(config.layout, "layout")

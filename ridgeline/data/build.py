@@ -1,7 +1,8 @@
 """From a source's name and arguments to its two halves, training and held-out.
 
 A name is one of `SOURCES` or the user's own `module:function_or_Class`, which is called once with
-`split='train'` and once with `split='eval'`. Called by `train/setup.py`, `verify` and `doctor`.
+`split='train'` and once with `split='eval'`; where nothing is held out, that half is a source of no
+samples, and nothing is evaluated. Called by `train/setup.py`, `verify` and `doctor`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ridgeline.data.arguments import check_keys
-from ridgeline.data.source import DatasetSource, Source
+from ridgeline.data.source import DatasetSource, NoSamples, Source
 from ridgeline.data.sources.digits import build_digits
 from ridgeline.data.sources.fields import build_fields
 from ridgeline.data.sources.images import build_images
@@ -54,7 +55,7 @@ def _build_own(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, S
     if "split" not in parameters and not open_ended:
         raise UsageError(
             f"source {name!r} in data.source takes no argument 'split'; it is called once with "
-            "split='train' and once with split='eval'"
+            "split='train' and once with split='eval', for which None means that there is no such split"
         )
     if not open_ended:
         check_keys(name, args, [key for key in parameters if key not in ("split", "self")])
@@ -66,7 +67,13 @@ def _build_own(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, S
     extra = {"seed": seed} if "seed" in parameters and "seed" not in args else {}
     train = maker(split="train", **extra, **args)
     held_out = maker(split="eval", **extra, **args)
-    return as_source(train, seed, name), as_source(held_out, seed, name)
+    made = as_source(train, seed, name)
+    return made, NoSamples(made) if _is_nothing(held_out) else as_source(held_out, seed, name)
+
+
+def _is_nothing(held_out: Any) -> bool:
+    """A function says so with None, a class by a length of 0."""
+    return held_out is None or (hasattr(held_out, "__len__") and len(held_out) == 0)
 
 
 def as_source(made: Any, seed: int, name: str) -> Source:
