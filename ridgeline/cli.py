@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,15 +110,17 @@ def train(
     if on is None or on == "local":
         jobs.refuse_job_options(job, wanted)
         jobs.check_bind(job.bind)
-        _train_here(asked, num_processes, job.bind, wanted)
+        with asked.telling_places():
+            _train_here(asked, num_processes, job.bind, wanted)
         return
     said = wanted
     kind, place, wanted = jobs.where_to(on, "--on", job, wanted)
-    if jobs.queued(kind, job.here):
-        _submit(asked, kind, place, wanted, job.dry_run)
-    else:
-        jobs.refuse_queue_options(kind, job, said)
-        _train_spread(asked, kind, place, wanted)
+    with asked.telling_places():
+        if jobs.queued(kind, job.here):
+            _submit(asked, kind, place, wanted, job.dry_run)
+        else:
+            jobs.refuse_queue_options(kind, job, said)
+            _train_spread(asked, kind, place, wanted)
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,31 @@ class _Asked:
 
     def load(self) -> tuple[RunConfig, Path | None]:
         """The configuration, and the run directory where one was named."""
-        from ridgeline.config import find_recipe, load_config
+        from ridgeline.config import load_config
+
+        into = self.into
+        if into is None and self._names_run():
+            into = Path(self.recipe)
+        return load_config(self._file(), self.overrides).config, into
+
+    def telling_places(self) -> AbstractContextManager[None]:
+        """Errors about a setting say where it was written."""
+        from ridgeline.config import telling_places
+
+        return telling_places(self._file(), self.overrides)
+
+    def _names_run(self) -> bool:
         from ridgeline.rundir import CONFIG
 
-        into, recipe = self.into, self.recipe
-        if into is None and (Path(recipe) / CONFIG).is_file():
-            into, recipe = Path(recipe), str(Path(recipe) / CONFIG)
-        return load_config(find_recipe(recipe), self.overrides).config, into
+        return (Path(self.recipe) / CONFIG).is_file()
+
+    def _file(self) -> Path:
+        """Where the settings are read from: a recipe, or the configuration of a run."""
+        from ridgeline.config import find_recipe
+        from ridgeline.rundir import CONFIG
+
+        in_run = self.into is None and self._names_run()
+        return find_recipe(str(Path(self.recipe) / CONFIG) if in_run else self.recipe)
 
     def before(self, into: Path | None) -> RunDir | None:
         """The run that is there already."""
@@ -409,7 +429,7 @@ def verify(
     ] = False,
 ) -> None:
     """Prove layouts: the same losses, gradients and weights as one device, or the first that differs."""
-    from ridgeline.config import find_recipe, load_config
+    from ridgeline.config import find_recipe, load_config, telling_places
     from ridgeline.layout import Layout, read_auto
 
     config = load_config(find_recipe(recipe), overrides or []).config
@@ -430,7 +450,8 @@ def verify(
     wanted = (read_auto(config.layout) or Layout.parse(config.layout, "layout")).precision
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        show_rows(config, chosen, steps, wanted, every, full)
+        with telling_places(find_recipe(recipe), overrides or []):
+            show_rows(config, chosen, steps, wanted, every, full)
     except KeyboardInterrupt:
         _show_cursor()
         raise RunError("interrupted; layouts without a row above were not proven") from None

@@ -22,6 +22,15 @@ class UsageError(Exception):
 
     exit_code = 2
 
+    def __init__(self, *args: object, key: str = "") -> None:
+        super().__init__(*args)
+        self.key = key
+        """The setting it is about, e.g. data.args.size, for whoever knows where that was written."""
+
+    def at(self, place: str) -> UsageError:
+        """The same with the line that is to be changed, where there is one."""
+        return UsageError(f"{self} ({place})") if place else self
+
 
 class RunError(Exception):
     """What was asked is fine but went wrong while it ran. Exit code 1."""
@@ -93,7 +102,8 @@ def unknown_word(kind: str, word: str, known: Iterable[str], place: str) -> Usag
     names = sorted(known)
     guess = nearest_word(word, names)
     hint = f"did you mean {guess!r}? " if guess else ""
-    return UsageError(f"unknown {kind} {word!r} in {place}; {hint}(known: {', '.join(names)})")
+    text = f"unknown {kind} {word!r} in {place}; {hint}(known: {', '.join(names)})"
+    return UsageError(text, key=place)
 
 
 def say(text: str) -> None:

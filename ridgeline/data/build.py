@@ -35,10 +35,22 @@ SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
 
 def build_sources(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, Source]:
     """The training and the held-out source that `data.source` and `data.args` ask for."""
-    if ":" in name:
-        return _build_own(name, args, seed)
-    if name not in SOURCES:
+    if ":" not in name and name not in SOURCES:
         raise unknown_word("source", name, SOURCES, "data.source")
+    try:
+        return _build_own(name, args, seed) if ":" in name else _build_shipped(name, args, seed)
+    except UsageError as error:
+        error.key = error.key or _key_in(str(error), args)
+        raise
+
+
+def _key_in(text: str, args: Mapping[str, Any]) -> str:
+    """The argument that a sentence of a source's is about: one whose value stands in it, else all."""
+    named = [key for key, value in args.items() if isinstance(value, str) and repr(value) in text]
+    return f"data.args.{named[0]}" if len(named) == 1 else "data.args"
+
+
+def _build_shipped(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, Source]:
     builder = SOURCES[name]
     check_keys(name, args, [key for key in inspect.signature(builder).parameters if key != "seed"])
     return builder(seed, **args)
@@ -48,14 +60,16 @@ def _build_own(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, S
     maker = import_named(name, "data.source")
     if not callable(maker):
         raise UsageError(
-            f"data.source {name!r} is a {type(maker).__name__}, not a function or class"
+            f"data.source {name!r} is a {type(maker).__name__}, not a function or class",
+            key="data.source",
         )
     parameters = inspect.signature(maker).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "split" not in parameters and not open_ended:
         raise UsageError(
             f"source {name!r} in data.source takes no argument 'split'; it is called once with "
-            "split='train' and once with split='eval', for which None means that there is no such split"
+            "split='train' and once with split='eval', for which None means that there is no such split",
+            key="data.source",
         )
     if not open_ended:
         check_keys(name, args, [key for key in parameters if key not in ("split", "self")])

@@ -6,7 +6,7 @@ Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.run_
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
+from ridgeline.config import RunConfig, dump_config, find_recipe, load_config, telling_places
 from ridgeline.data.loader import Loader
 from ridgeline.errors import UsageError, WouldRepeat
 from ridgeline.launch.env import RankEnv, read_rank_env
@@ -422,6 +422,11 @@ def run_recipe(
     directory itself, gone on with where it is there. SIGTERM and SIGUSR1 end it after a step, with
     `stopped` in what it returns. `layout: auto` is chosen by every rank for itself, alike.
     """
+    with telling_places(find_recipe(recipe), overrides):
+        return _run_recipe(recipe, overrides, out, run)
+
+
+def _run_recipe(recipe: str, overrides: Sequence[str], out: str | None, run: str | None) -> Summary:
     env = read_rank_env()
     config, plan = _choose(load_config(find_recipe(recipe), overrides).config, env)
     made: RunDir | None = None
