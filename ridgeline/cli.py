@@ -11,7 +11,8 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import suppress
+import traceback
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +27,8 @@ from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
 from ridgeline.cli_shared import choose_for_ranks, may_have_gpu, num_cores, require_torch
-from ridgeline.errors import Requeue, RunError, UsageError, say
+from ridgeline.errors import Requeue, RunError, UsageError, complain, say
+from ridgeline.launch.env import wants_traceback
 
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
@@ -108,15 +110,17 @@ def train(
     if on is None or on == "local":
         jobs.refuse_job_options(job, wanted)
         jobs.check_bind(job.bind)
-        _train_here(asked, num_processes, job.bind, wanted)
+        with asked.telling_places():
+            _train_here(asked, num_processes, job.bind, wanted)
         return
     said = wanted
     kind, place, wanted = jobs.where_to(on, "--on", job, wanted)
-    if jobs.queued(kind, job.here):
-        _submit(asked, kind, place, wanted, job.dry_run)
-    else:
-        jobs.refuse_queue_options(kind, job, said)
-        _train_spread(asked, kind, place, wanted)
+    with asked.telling_places():
+        if jobs.queued(kind, job.here):
+            _submit(asked, kind, place, wanted, job.dry_run)
+        else:
+            jobs.refuse_queue_options(kind, job, said)
+            _train_spread(asked, kind, place, wanted)
 
 
 @dataclass(frozen=True)
@@ -131,13 +135,31 @@ class _Asked:
 
     def load(self) -> tuple[RunConfig, Path | None]:
         """The configuration, and the run directory where one was named."""
-        from ridgeline.config import find_recipe, load_config
+        from ridgeline.config import load_config
+
+        into = self.into
+        if into is None and self._names_run():
+            into = Path(self.recipe)
+        return load_config(self._file(), self.overrides).config, into
+
+    def telling_places(self) -> AbstractContextManager[None]:
+        """Errors about a setting say where it was written."""
+        from ridgeline.config import telling_places
+
+        return telling_places(self._file(), self.overrides)
+
+    def _names_run(self) -> bool:
         from ridgeline.rundir import CONFIG
 
-        into, recipe = self.into, self.recipe
-        if into is None and (Path(recipe) / CONFIG).is_file():
-            into, recipe = Path(recipe), str(Path(recipe) / CONFIG)
-        return load_config(find_recipe(recipe), self.overrides).config, into
+        return (Path(self.recipe) / CONFIG).is_file()
+
+    def _file(self) -> Path:
+        """Where the settings are read from: a recipe, or the configuration of a run."""
+        from ridgeline.config import find_recipe
+        from ridgeline.rundir import CONFIG
+
+        in_run = self.into is None and self._names_run()
+        return find_recipe(str(Path(self.recipe) / CONFIG) if in_run else self.recipe)
 
     def before(self, into: Path | None) -> RunDir | None:
         """The run that is there already."""
@@ -197,6 +219,8 @@ def _train_in(
     from ridgeline.rundir import CONFIG, PLAN, RunDir
 
     config = chosen.config
+    if _says_past(asked, config, into):
+        return
     known = into is not None and (into / CONFIG).is_file()
     run = RunDir.create(asked.out, config.name) if into is None else RunDir.at(into)
     if asked.fresh:
@@ -217,6 +241,17 @@ def _train_in(
     say(f"run directory: {run.path}\nreport: {report}")
 
 
+def _says_past(asked: _Asked, config: RunConfig, into: Path | None) -> bool:
+    """Whether there is nothing to do for a run that was trained further than that; it stays as it is."""
+    from ridgeline.train.checks import tell_past
+
+    before = None if asked.fresh else asked.before(into)
+    text = tell_past(config, before) if before is not None else ""
+    if text:
+        say(text)
+    return bool(text)
+
+
 def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: bool) -> None:
     """A job whose script trains, with the configuration as it is now in the run directory."""
     from ridgeline.config import dump_config
@@ -231,6 +266,8 @@ def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: boo
     into = asked.into if wanted.array is not None else into
     count = (place.nodes or 1) * (place.per_node or 1)
     _check_before_start(config, count)
+    if _says_past(asked, config, into):
+        return
     made = into is None and not dry_run
     if into is not None:
         path = into
@@ -392,7 +429,7 @@ def verify(
     ] = False,
 ) -> None:
     """Prove layouts: the same losses, gradients and weights as one device, or the first that differs."""
-    from ridgeline.config import find_recipe, load_config
+    from ridgeline.config import find_recipe, load_config, telling_places
     from ridgeline.layout import Layout, read_auto
 
     config = load_config(find_recipe(recipe), overrides or []).config
@@ -413,7 +450,8 @@ def verify(
     wanted = (read_auto(config.layout) or Layout.parse(config.layout, "layout")).precision
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        show_rows(config, chosen, steps, wanted, every, full)
+        with telling_places(find_recipe(recipe), overrides or []):
+            show_rows(config, chosen, steps, wanted, every, full)
     except KeyboardInterrupt:
         _show_cursor()
         raise RunError("interrupted; layouts without a row above were not proven") from None
@@ -476,8 +514,9 @@ def main() -> None:
     try:
         app()
     except (UsageError, RunError) as error:
-        typer.echo(f"ridgeline: {error}", err=True)
-        sys.exit(error.exit_code)
+        if wants_traceback():
+            traceback.print_exc()
+        sys.exit(complain(error))
 
 
 if __name__ == "__main__":

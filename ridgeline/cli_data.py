@@ -107,11 +107,13 @@ def pack(
 def _samples(source: str, target: Path, overrides: list[str]) -> Iterator[tuple[Samples, Path]]:
     """What is to be packed and where to; a recipe has two parts."""
     if source.startswith("recipe:"):
-        from ridgeline.config import find_recipe, load_config
+        from ridgeline.config import find_recipe, load_config, telling_places
         from ridgeline.data.recipe import open_recipe
 
-        config = load_config(find_recipe(source.removeprefix("recipe:")), overrides).config
-        for name, samples in open_recipe(config).items():
+        recipe = find_recipe(source.removeprefix("recipe:"))
+        with telling_places(recipe, overrides):
+            parts = open_recipe(load_config(recipe, overrides).config)
+        for name, samples in parts.items():
             yield samples, target / name
         return
     if overrides:
@@ -295,7 +297,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure the loader alone against what the step asks for: how many workers are enough."""
-    from ridgeline.config import find_recipe, load_config
+    from ridgeline.config import find_recipe, load_config, telling_places
 
     config = load_config(find_recipe(recipe), overrides or []).config
     require_torch("`ridgeline data bench`")
@@ -316,7 +318,8 @@ def bench(
         where=where,
     )
     try:
-        with ended_in_order(), _bar() as tell:
+        told = telling_places(find_recipe(recipe), overrides or [])
+        with told, ended_in_order(), _bar() as tell:
             found = measure(config, choice, tell)
     except KeyboardInterrupt:
         raise RunError(

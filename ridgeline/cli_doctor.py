@@ -166,17 +166,19 @@ def _judge_run(asked: Asked) -> dict[str, Any]:
 
 def _judge_training(asked: Asked) -> dict[str, Any]:
     """A recipe or a script: some steps of it are run, and with --climb many more."""
-    from ridgeline.config import find_recipe, load_config
+    from ridgeline.config import find_recipe, load_config, telling_places
     from ridgeline.doctor.request import TRACE, read_answers
     from ridgeline.rundir import RunDir
 
     require_torch("`ridgeline doctor`")
     is_script = asked.what.endswith(".py")
-    config = None if is_script else load_config(find_recipe(asked.what), asked.rest).config
+    recipe = None if is_script else find_recipe(asked.what)
+    config = None if recipe is None else load_config(recipe, asked.rest).config
     _check_can_run(asked, config)
     with tempfile.TemporaryDirectory(prefix="ridgeline-doctor-") as name:
         folder = Path(name)
-        _run_ranks(asked, config, folder)
+        with telling_places(recipe, () if is_script else asked.rest):
+            _run_ranks(asked, config, folder)
         ranks, timeline = read_answers(folder)
         if not ranks:
             raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -347,9 +348,44 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
         for known in stale:
             del origin[known]
         origin[key] = "command line"
-    config = build_typed(RunConfig, values, "", leaves(to_plain(RunConfig())))
-    _check_values(config)
+    with telling_places(recipe, overrides):
+        config = build_typed(RunConfig, values, "", leaves(to_plain(RunConfig())))
+        _check_values(config)
     return Resolved(config, _origin_of_leaves(config, origin))
+
+
+@contextmanager
+def telling_places(recipe: Path | None, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Around whatever reads that recipe: an error about one of its settings says where that was written.
+    Ranks read a copy, so it is for whoever was given the recipe itself to know."""
+    try:
+        yield
+    except UsageError as error:
+        if not error.key:
+            raise
+        raise error.at(_find_place(recipe, overrides, error.key)) from error.__cause__
+
+
+def _find_place(recipe: Path | None, overrides: Sequence[str], key: str) -> str:
+    """FILE:LINE of a setting, or of the section that it would be in; `command line` where it is from there,
+    and empty where nobody has set it."""
+    said = [text.partition("=")[0].strip() for text in overrides]
+    if any(f"{key}.".startswith(f"{name}.") for name in said):
+        return "command line"
+    if recipe is None:
+        return ""
+    try:
+        node = yaml.compose(recipe.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return ""
+    line = None
+    for part in key.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [pair for pair in pairs if pair[0].value == part.partition("[")[0]]
+        if not found:
+            break
+        line, node = found[-1][0].start_mark.line + 1, found[-1][1]
+    return "" if line is None else f"{recipe}:{line}"
 
 
 def parse_config(text: str, place: str) -> RunConfig:
@@ -473,6 +509,13 @@ def _apply_override(values: dict[str, Any], text: str) -> str:
     return key
 
 
+def needs_evaluation(config: RunConfig) -> str:
+    """The setting that nothing comes of in a run that never evaluates; empty where there is none."""
+    if config.train.target:
+        return "train.target"
+    return "checkpoint.keep_best" if config.checkpoint.keep_best else ""
+
+
 def _check_values(config: RunConfig) -> None:
     """What types cannot say: choices, ranges, and what a run cannot do without."""
     values = dict(leaf_items(to_plain(config)))
@@ -484,12 +527,12 @@ def _check_values(config: RunConfig) -> None:
         if value is None:
             continue
         if not math.isfinite(value):
-            raise UsageError(f"{key}={value} is not a finite number")
+            raise UsageError(f"{key}={value} is not a finite number", key=key)
         if value < least:
-            raise UsageError(f"{key}={value} is too small; the least is {least:g}")
+            raise UsageError(f"{key}={value} is too small; the least is {least:g}", key=key)
     for key, most in augmenting.AT_MOST.items():
         if values[key] > most:
-            raise UsageError(f"{key}={values[key]} is too large; the most is {most:g}")
+            raise UsageError(f"{key}={values[key]} is too large; the most is {most:g}", key=key)
     augmenting.check_augment(config.data.augment)
     if "/" in config.name or not config.name or config.name.startswith("."):
         raise UsageError(f"name={config.name!r} starts a directory's name; leave out '/' and '.'")
@@ -500,8 +543,8 @@ def _check_values(config: RunConfig) -> None:
             raise UsageError(f"{key} is not set; every recipe names a model and a source")
     if config.train.epochs is None and config.train.steps is None:
         raise UsageError("neither train.epochs nor train.steps is set, so the run would never end")
-    if config.train.target and config.train.eval_samples == 0:
+    if config.train.eval_samples == 0 and (key := needs_evaluation(config)):
         raise UsageError(
-            "train.target is set but train.eval_samples=0 never evaluates; leave one of them out"
+            f"{key} is set but train.eval_samples=0 never evaluates; leave one of them out"
         )
     check_text(config.layout, "layout")

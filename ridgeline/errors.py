@@ -1,8 +1,9 @@
 """The ways a command ends before its work is done, how an unknown word is reported, and a line for a
 terminal that may be gone.
 
-Every room raises one of these for anything the user can cause; `cli.py` turns them into one line on
-standard error and an exit code. Anything else that escapes is a bug of ours and keeps its traceback.
+Every room raises one of these for anything the user can cause; `cli.py`, and `train/uncaught.py` in a
+script of the user's, turn them into one line on standard error and an exit code. Anything else that escapes
+is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -19,6 +21,15 @@ class UsageError(Exception):
     """What was asked cannot be done as asked: a wrong word, value or combination. Exit code 2."""
 
     exit_code = 2
+
+    def __init__(self, *args: object, key: str = "") -> None:
+        super().__init__(*args)
+        self.key = key
+        """The setting it is about, e.g. data.args.size, for whoever knows where that was written."""
+
+    def at(self, place: str) -> UsageError:
+        """The same with the line that is to be changed, where there is one."""
+        return UsageError(f"{self} ({place})") if place else self
 
 
 class RunError(Exception):
@@ -59,6 +70,15 @@ def tell_where(error: BaseException) -> str:
     return place
 
 
+def complain(error: UsageError | RunError) -> int:
+    """The one line on standard error that is all a user sees of it; the exit code that goes with it. In one
+    piece, because several ranks may write to the same terminal."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"ridgeline: {error}\n")
+        sys.stderr.flush()
+    return error.exit_code
+
+
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """The known word that looks most like `word`, or None when none looks like it at all.
 
@@ -82,7 +102,8 @@ def unknown_word(kind: str, word: str, known: Iterable[str], place: str) -> Usag
     names = sorted(known)
     guess = nearest_word(word, names)
     hint = f"did you mean {guess!r}? " if guess else ""
-    return UsageError(f"unknown {kind} {word!r} in {place}; {hint}(known: {', '.join(names)})")
+    text = f"unknown {kind} {word!r} in {place}; {hint}(known: {', '.join(names)})"
+    return UsageError(text, key=place)
 
 
 def say(text: str) -> None:

@@ -7,6 +7,7 @@ wrong word in any of the three is answered in the same way. The module may lie i
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from types import ModuleType
@@ -19,7 +20,7 @@ def import_named(text: str, place: str) -> Any:
     """What `module:name` (or `module:outer.inner`) stands for; `place` is the key that said it."""
     module_name, _, path = text.partition(":")
     if not module_name or not path or module_name.startswith("."):
-        raise UsageError(f"{place} {text!r} should read module:name")
+        raise UsageError(f"{place} {text!r} should read module:name", key=place)
     return find_attribute(_import(module_name, text, place), path, text, place)
 
 
@@ -34,15 +35,18 @@ def _import(module_name: str, text: str, place: str) -> ModuleType:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise UsageError(
                 f"{place} {text!r}: there is no module {module_name!r} in {here} or the installed "
-                "packages"
+                "packages",
+                key=place,
             ) from error
         raise UsageError(
-            f"{place} {text!r}: importing {module_name!r} failed: {error}{tell_where(error)}"
+            f"{place} {text!r}: importing {module_name!r} failed: {error}{tell_where(error)}",
+            key=place,
         ) from error
     except Exception as error:
         kind = type(error).__name__
         raise UsageError(
-            f"{place} {text!r}: importing {module_name!r} failed: {kind}: {error}{tell_where(error)}"
+            f"{place} {text!r}: importing {module_name!r} failed: {kind}: {error}{tell_where(error)}",
+            key=place,
         ) from error
 
 
@@ -53,6 +57,20 @@ def find_attribute(module: ModuleType, path: str, text: str, place: str) -> Any:
         if not hasattr(found, part):
             guess = nearest_word(part, [n for n in dir(found) if not n.startswith("_")])
             hint = f"; did you mean {guess!r}?" if guess else ""
-            raise UsageError(f"{place} {text!r}: {module.__name__!r} has no {path!r}{hint}")
+            what = f"{place} {text!r}: {module.__name__!r} has no {path!r}{hint}"
+            raise UsageError(what, key=place)
         found = getattr(found, part)
     return found
+
+
+def tell_place(found: Any) -> str:
+    """Where a function or class was written, as ` at FILE:LINE`; empty where no file says so."""
+    while hasattr(found, "func"):  # functools.partial
+        found = found.func
+    written = found if inspect.isroutine(found) or inspect.isclass(found) else type(found)
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(written))
+        line = inspect.getsourcelines(written)[1]
+    except (TypeError, OSError):
+        return ""
+    return f" at {os.path.relpath(file)}:{line}" if file else ""

@@ -18,7 +18,8 @@ from ridgeline.errors import UsageError, nearest_word
 def build_typed(cls: type[Any], values: Any, prefix: str, all_keys: list[str]) -> Any:
     """A dataclass from a mapping, each value brought to its field's type."""
     if not isinstance(values, Mapping):
-        raise UsageError(f"{prefix.rstrip('.')} is a section of keys, not {values!r}")
+        name = prefix.rstrip(".")
+        raise UsageError(f"{name} is a section of keys, not {values!r}", key=name)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key in values:
@@ -46,7 +47,8 @@ def _unknown_key(
     similar = nearest_word(key, fields)
     guess = elsewhere[0] if elsewhere else f"{prefix}{similar}" if similar else ""
     hint = f"did you mean {guess}? " if guess else ""
-    return UsageError(f"unknown key {prefix}{key}; {hint}(known here: {', '.join(fields)})")
+    text = f"unknown key {prefix}{key}; {hint}(known here: {', '.join(fields)})"
+    return UsageError(text, key=f"{prefix}{key}")
 
 
 def _coerce(value: Any, hint: Any, place: str) -> Any:
@@ -57,14 +59,14 @@ def _coerce(value: Any, hint: Any, place: str) -> Any:
             return None
         if typing.get_origin(hint) is dict:
             return {}
-        raise UsageError(f"{place} needs a value ({_expected(hint)})")
+        raise UsageError(f"{place} needs a value ({_expected(hint)})", key=place)
     for option in options:
         if option is type(None):
             continue
         fitted, ok = _fit(value, option)
         if ok:
             return fitted
-    raise UsageError(f"{place}={value!r} is not {_expected(hint)}")
+    raise UsageError(f"{place}={value!r} is not {_expected(hint)}", key=place)
 
 
 def _fit(value: Any, hint: Any) -> tuple[Any, bool]:

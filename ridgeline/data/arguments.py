@@ -14,7 +14,8 @@ from ridgeline.errors import UsageError, nearest_word
 
 
 def wrong_value(source: str, key: str, value: Any, wanted: str) -> UsageError:
-    return UsageError(f"source {source!r}: argument {key}={value!r} in data.args must be {wanted}")
+    text = f"source {source!r}: argument {key}={value!r} in data.args must be {wanted}"
+    return UsageError(text, key=f"data.args.{key}")
 
 
 def check_keys(source: str, args: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -26,7 +27,8 @@ def check_keys(source: str, args: Mapping[str, Any], known: Sequence[str]) -> No
         hint = f"did you mean {guess!r}? " if guess else ""
         names = ", ".join(known) or "none"
         raise UsageError(
-            f"source {source!r} has no argument {key!r} (data.args); {hint}(known: {names})"
+            f"source {source!r} has no argument {key!r} (data.args); {hint}(known: {names})",
+            key=f"data.args.{key}",
         )
 
 

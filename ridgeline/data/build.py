@@ -1,7 +1,8 @@
 """From a source's name and arguments to its two halves, training and held-out.
 
 A name is one of `SOURCES` or the user's own `module:function_or_Class`, which is called once with
-`split='train'` and once with `split='eval'`. Called by `train/setup.py`, `verify` and `doctor`.
+`split='train'` and once with `split='eval'`; where nothing is held out, that half is a source of no
+samples, and nothing is evaluated. Called by `train/setup.py`, `verify` and `doctor`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ridgeline.data.arguments import check_keys
-from ridgeline.data.source import DatasetSource, Source
+from ridgeline.data.source import DatasetSource, NoSamples, Source
 from ridgeline.data.sources.digits import build_digits
 from ridgeline.data.sources.fields import build_fields
 from ridgeline.data.sources.images import build_images
@@ -34,10 +35,22 @@ SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
 
 def build_sources(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, Source]:
     """The training and the held-out source that `data.source` and `data.args` ask for."""
-    if ":" in name:
-        return _build_own(name, args, seed)
-    if name not in SOURCES:
+    if ":" not in name and name not in SOURCES:
         raise unknown_word("source", name, SOURCES, "data.source")
+    try:
+        return _build_own(name, args, seed) if ":" in name else _build_shipped(name, args, seed)
+    except UsageError as error:
+        error.key = error.key or _key_in(str(error), args)
+        raise
+
+
+def _key_in(text: str, args: Mapping[str, Any]) -> str:
+    """The argument that a sentence of a source's is about: one whose value stands in it, else all."""
+    named = [key for key, value in args.items() if isinstance(value, str) and repr(value) in text]
+    return f"data.args.{named[0]}" if len(named) == 1 else "data.args"
+
+
+def _build_shipped(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, Source]:
     builder = SOURCES[name]
     check_keys(name, args, [key for key in inspect.signature(builder).parameters if key != "seed"])
     return builder(seed, **args)
@@ -47,14 +60,16 @@ def _build_own(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, S
     maker = import_named(name, "data.source")
     if not callable(maker):
         raise UsageError(
-            f"data.source {name!r} is a {type(maker).__name__}, not a function or class"
+            f"data.source {name!r} is a {type(maker).__name__}, not a function or class",
+            key="data.source",
         )
     parameters = inspect.signature(maker).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "split" not in parameters and not open_ended:
         raise UsageError(
             f"source {name!r} in data.source takes no argument 'split'; it is called once with "
-            "split='train' and once with split='eval'"
+            "split='train' and once with split='eval', for which None means that there is no such split",
+            key="data.source",
         )
     if not open_ended:
         check_keys(name, args, [key for key in parameters if key not in ("split", "self")])
@@ -66,7 +81,13 @@ def _build_own(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, S
     extra = {"seed": seed} if "seed" in parameters and "seed" not in args else {}
     train = maker(split="train", **extra, **args)
     held_out = maker(split="eval", **extra, **args)
-    return as_source(train, seed, name), as_source(held_out, seed, name)
+    made = as_source(train, seed, name)
+    return made, NoSamples(made) if _is_nothing(held_out) else as_source(held_out, seed, name)
+
+
+def _is_nothing(held_out: Any) -> bool:
+    """A function says so with None, a class by a length of 0."""
+    return held_out is None or (hasattr(held_out, "__len__") and len(held_out) == 0)
 
 
 def as_source(made: Any, seed: int, name: str) -> Source:

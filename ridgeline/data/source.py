@@ -78,6 +78,19 @@ class Source(Protocol):
         ...
 
 
+class NoSamples:
+    """The held-out half of a source that holds nothing out; its samples would look like the others."""
+
+    def __init__(self, like: Source) -> None:
+        self.info = like.info
+
+    def __len__(self) -> int:
+        return 0
+
+    def fetch(self, indices: np.ndarray, epoch: int) -> tuple[Any, ...]:
+        raise IndexError(f"there is no sample {indices[0]}: nothing is held out")
+
+
 class DatasetSource:
     """Any map-style data set (`__len__`, `__getitem__`) as a source.
 

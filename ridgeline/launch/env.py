@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ridgeline.errors import UsageError
@@ -37,6 +38,8 @@ LOST = "RIDGELINE_LOST_S"
 TERMINAL = "RIDGELINE_TERMINAL"
 """Whether whoever started the job looks on at a terminal: launchers give ranks one of their own making."""
 
+TRACEBACK = "RIDGELINE_TRACEBACK"
+"""Set to 1: errors of ours come with where in the code they were raised."""
 TUNE = "RIDGELINE_TUNE"
 """A file of settings for a script that calls `ridgeline.start`; see `train/settings.py`."""
 
@@ -104,6 +107,21 @@ def prepare_rank() -> None:
 
 def tune_file(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(TUNE, "")
+
+
+def wants_traceback(environ: Mapping[str, str] | None = None) -> bool:
+    return (os.environ if environ is None else environ).get(TRACEBACK, "") not in ("", "0")
+
+
+def tell_torchrun(text: str, when: float, environ: Mapping[str, str] | None = None) -> None:
+    """Why this rank ends, into the file that torchrun looks for, whose last words then have it too: what a
+    rank itself wrote stands far above them, or in a log. One that torch has written stays."""
+    file = (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
+    if not file or os.path.exists(file):
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(when))}
+    with suppress(OSError), open(file, "w", encoding="utf-8") as out:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, out)
 
 
 def hub_address(environ: Mapping[str, str] | None = None) -> str:

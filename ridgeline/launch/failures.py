@@ -41,6 +41,8 @@ class RankFailure:
     """Found by looking at all ranks, so it is the cause whatever else was said."""
     would_repeat: bool = False
     """Whether the same start would meet it again."""
+    key: str = ""
+    """The setting that a usage error is about."""
     node_gone: bool = False
     """Whether it is the rank's node that is gone, so that only other nodes would help."""
 
@@ -82,6 +84,7 @@ def write_failure(
         "step": step,
         "decisive": decisive,
         "would_repeat": isinstance(error, WouldRepeat),
+        "key": error.key if isinstance(error, UsageError) else "",
     }
     if _is_decided(failure_file(directory, rank)):
         return  # whoever looked at all ranks knows more than this one
@@ -128,7 +131,7 @@ def raise_first(failures: list[RankFailure], log_dir: Path) -> NoReturn:
     cause = first_failure(failures)
     step = max((f.step for f in failures if f.step is not None), default=None)
     if cause.usage:
-        raise UsageError(cause.message)
+        raise UsageError(cause.message, key=cause.key)
     if cause.decisive:
         raise RankError(cause.message, cause, step)
     if cause.traceback:

@@ -131,6 +131,6 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
 
 def _sendable(error: Exception, rank: int) -> Exception:
     if isinstance(error, UsageError):
-        return UsageError(str(error))
+        return UsageError(str(error), key=error.key)
     text = "".join(traceback.format_exception(error))
     return RunError(f"rank {rank}: {type(error).__name__}: {error}\n{text}")

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ridgeline.errors import Requeue, RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError, complain
 from ridgeline.launch.bind import MODES, Bound, bind_rank, binding_variables, show_bindings
 from ridgeline.launch.env import (
     BINDING,
@@ -310,7 +310,7 @@ def main(argv: list[str]) -> int:
         topology = read_topology(visible=cuda_visible())
         line, members = join(env, topology.view())
     except (UsageError, RunError) as error:
-        return _complain(error)
+        return complain(error)
     account = options.logs / f"failure-{env.rank}.json"
     try:
         bound = _bind(options.bind, topology, members, env.rank)
@@ -359,11 +359,6 @@ def _tell_binding(bound: Bound, me: Member, logs: Path) -> None:
     (logs / f"binding-{me.node_rank}.txt").write_text(f"{me.host}\n{text}\n", encoding="utf-8")
     if bound.held and me.node_rank == 0:
         print(f"ranks of {me.host}:\n{text}", file=sys.stderr, flush=True)
-
-
-def _complain(error: UsageError | RunError) -> int:
-    print(f"ridgeline: {error}", file=sys.stderr, flush=True)
-    return error.exit_code
 
 
 def _read_account(path: Path) -> dict[str, Any] | None:

@@ -1,14 +1,16 @@
 """What can be known to be wrong with a run before any process is started.
 
 Apart from `setup.py`, which loads all of torch that a rank needs: the command that starts the ranks asks
-this first, and imports nothing for it. Called by `cli.py`, `setup.py` and `verify/run.py`.
+this first, and imports nothing for it. Called by `cli.py`, `run.py`, `setup.py` and `verify/run.py`.
 """
 
 from __future__ import annotations
 
-from ridgeline.config import RunConfig
-from ridgeline.errors import UsageError, unknown_word
+from ridgeline.checkpoint.manifest import Manifest, list_checkpoints, read_manifest
+from ridgeline.config import RunConfig, TrainConfig
+from ridgeline.errors import RunError, UsageError, unknown_word
 from ridgeline.layout import Layout
+from ridgeline.rundir import CHECKPOINTS, RunDir
 from ridgeline.shipped import MODELS, SOURCES, TASKS
 
 
@@ -41,3 +43,32 @@ def check_names(config: RunConfig) -> None:
     ):
         if ":" not in word and word not in known:
             raise unknown_word(kind, word, known, place)
+
+
+def tell_past(config: RunConfig, run: RunDir) -> str:
+    """A sentence where the run was trained further than it is now asked to be, else empty: to begin would
+    train nothing, and leave records of a run that never was."""
+    saved = list_checkpoints(run.file(CHECKPOINTS))
+    if not saved:
+        return ""
+    try:
+        newest = read_manifest(saved[-1])
+    except RunError:
+        return ""  # damaged: the ranks find one to go on from, and tell of it
+    asked = _passed(config.train, newest)
+    if not asked:
+        return ""
+    return (
+        f"{run.path} is already past {asked}: its newest checkpoint is of step {newest.step}; nothing was "
+        f"trained or changed (a larger value makes the run longer, and --fresh starts it over)"
+    )
+
+
+def _passed(train: TrainConfig, newest: Manifest) -> str:
+    """The end that is asked for, where the checkpoint is behind it."""
+    if train.steps is not None and newest.step > train.steps:
+        return f"train.steps={train.steps}"
+    done = (newest.state.get("epoch", 0), newest.state.get("batch", 0))
+    if train.epochs is not None and done > (train.epochs, 0):
+        return f"train.epochs={train.epochs}"
+    return ""

@@ -40,6 +40,7 @@ from ridgeline.train.settings import (
     read_settings,
     with_settings,
 )
+from ridgeline.train.uncaught import install_sentences
 
 if TYPE_CHECKING:
     from ridgeline.train.own import OwnCheckpoints
@@ -320,8 +321,10 @@ def start(
 
     `layout` may leave `dp` unsaid: it is then what the number of processes gives. Seeds torch on
     every rank alike, so that the model built next has the same weights everywhere. `tune` is a file of
-    settings, as `ridgeline doctor SCRIPT.py --climb` writes one; RIDGELINE_TUNE goes before it.
+    settings, as `ridgeline doctor SCRIPT.py --climb` writes one; RIDGELINE_TUNE goes before it. From now on
+    an error of ours that nobody catches is one sentence and its exit code.
     """
+    sentences = install_sentences()
     env = read_rank_env()
     arrangement = Layout.parse_for(str(layout), env.world_size, "start(layout=...)")
     file = tune_file() or str(tune)
@@ -340,6 +343,7 @@ def start(
         )
     chosen = choose_device(device, env)
     mesh = build_mesh(env, arrangement, chosen)
+    sentences.come_first()
     torch.manual_seed(seed)
     job = Job(mesh, build_precision(arrangement.precision, chosen), seed, settings)
     if settings is not None:

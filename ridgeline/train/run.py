@@ -6,7 +6,7 @@ Called by `worker.py` on every rank of `ridgeline train`, and by `ridgeline.run_
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ridgeline.config import RunConfig, dump_config, find_recipe, load_config
+from ridgeline.config import RunConfig, dump_config, find_recipe, load_config, telling_places
 from ridgeline.data.loader import Loader
 from ridgeline.errors import UsageError, WouldRepeat
 from ridgeline.launch.env import RankEnv, read_rank_env
@@ -39,6 +39,7 @@ from ridgeline.rundir import (
 )
 from ridgeline.train.alive import build_alive
 from ridgeline.train.checkpoints import Checkpoints, has_checkpoints
+from ridgeline.train.checks import tell_past
 from ridgeline.train.evaluate import evaluate
 from ridgeline.train.guard import BadBatch, Guard
 from ridgeline.train.log import RunLog
@@ -295,6 +296,8 @@ class _Session:
         for line in (*found.damaged, *notes):
             self.log.note(line)
         self.log.note(f"going on from {found.path.name}")
+        if position.step > self.checkpoints.num_steps:
+            self.log.note(f"the run is already past step {self.checkpoints.num_steps}")
         if position.step >= self.checkpoints.num_steps:
             self.log.note(f"the run is at its end; {_tell_longer(self.config)}")
         self.log.event(
@@ -419,6 +422,11 @@ def run_recipe(
     directory itself, gone on with where it is there. SIGTERM and SIGUSR1 end it after a step, with
     `stopped` in what it returns. `layout: auto` is chosen by every rank for itself, alike.
     """
+    with telling_places(find_recipe(recipe), overrides):
+        return _run_recipe(recipe, overrides, out, run)
+
+
+def _run_recipe(recipe: str, overrides: Sequence[str], out: str | None, run: str | None) -> Summary:
     env = read_rank_env()
     config, plan = _choose(load_config(find_recipe(recipe), overrides).config, env)
     made: RunDir | None = None
@@ -426,7 +434,7 @@ def run_recipe(
         made = RunDir.at(Path(run))
     elif out is not None and env.rank == 0:
         made = RunDir.create(Path(out), config.name)
-    if made is not None and env.rank == 0:
+    if made is not None and env.rank == 0 and not tell_past(config, made):
         made.write_text(CONFIG, dump_config(config))
         if plan is not None:
             made.write_json(PLAN, plan)

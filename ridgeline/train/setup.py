@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ridgeline.config import DataConfig, RunConfig
+from ridgeline.config import DataConfig, RunConfig, needs_evaluation
 from ridgeline.data.augment.apply import build_augment
 from ridgeline.data.augment.change import AugmentBatch
 from ridgeline.data.batch import Batch
@@ -174,6 +174,7 @@ def _build_on(
     )
     task = build_task(config.train.task, info.task)
     check_target(config.train.target, task)
+    no_evaluation = _say_no_evaluation(config, sources[1])
     model_facts = _count(config, info, task)
     mesh = join()
     env = mesh.env
@@ -237,6 +238,7 @@ def _build_on(
             note,
             *warmup_note,
             *getattr(sources[0], "notes", ()),
+            *no_evaluation,
             *_say_batch(config, len(sources[0])),
             *_say_shuffle(config, len(sources[0])),
             *_say_in_line(config.data, sources[0]),
@@ -456,6 +458,18 @@ def _blocks(config: RunConfig) -> Blocks | None:
     if config.data.shuffle == "full":
         return None
     return Blocks(config.data.shuffle_block, config.data.shuffle_window)
+
+
+def _say_no_evaluation(config: RunConfig, held_out: Source) -> list[str]:
+    """Where the data has nothing to evaluate on; an error where something was asked of evaluations."""
+    if len(held_out) or config.train.eval_samples == 0:
+        return []
+    why = f"data.source={config.data.source} has no evaluation split"
+    if key := needs_evaluation(config):
+        raise UsageError(
+            f"{key} needs evaluations, and {why}; leave {key} out, or give the source one"
+        )
+    return [f"nothing is evaluated: {why}"]
 
 
 def _say_batch(config: RunConfig, num_samples: int) -> list[str]:

@@ -8,6 +8,7 @@ divided. Called by `train/setup.py` and `train/evaluate.py`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.errors import UsageError, unknown_word
-from ridgeline.named import import_named
+from ridgeline.named import import_named, tell_place
 
 Loss = Callable[[Any, Tensor], Tensor]
 Sums = dict[str, tuple[Tensor, Tensor]]
@@ -197,6 +198,7 @@ def _user_loss(name: str) -> Loss:
     found = import_named(name, "train.task")
     if not callable(found):
         raise UsageError(f"train.task={name} is not a function of outputs and targets")
+    _require_two(name, found)
 
     def loss(outputs: Any, targets: Tensor) -> Tensor:
         value = found(outputs, targets)
@@ -209,6 +211,24 @@ def _user_loss(name: str) -> Loss:
         return value
 
     return loss
+
+
+def _require_two(name: str, found: Callable[..., Any]) -> None:
+    """A loss that cannot be called as it will be: known before a step, and Python's own error would not say
+    which setting it comes from."""
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # one written in C may not say what it takes
+        return
+    try:
+        signature.bind("outputs", "targets")
+    except TypeError as error:
+        word = name.partition(":")[2]
+        raise UsageError(
+            f"train.task={name} is called as {word}(outputs, targets), and {word}{signature}"
+            f"{tell_place(found)} cannot be ({error}); let it take two positional arguments, what the "
+            "model returned and the targets, with defaults for any others"
+        ) from None
 
 
 def check_target(target: dict[str, float], task: Task) -> None:

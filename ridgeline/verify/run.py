@@ -44,6 +44,8 @@ class Row:
     comparison: Comparison | None
     """None when the model cannot be arranged so, or when the run failed."""
     refused: str = ""
+    key: str = ""
+    """The setting that it was refused for."""
     failed: str = ""
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
@@ -100,7 +102,7 @@ class Verifier:
             self._exact, self._why = "fp32", str(error.__cause__).partition("\n")[0]
             return self.check(layout)
         except UsageError as error:
-            return Row(layout, precision, None, refused=str(error))
+            return Row(layout, precision, None, refused=str(error), key=error.key)
         except RunError as error:
             return Row(layout, precision, None, failed=str(error))
         return Row(layout, precision, found, seconds=time.perf_counter() - start, notes=self._notes)

@@ -94,4 +94,4 @@ def _conclude(console: Console, rows: list[Row], steps: int, survey: bool) -> No
             raise RunError(f"{row.layout} in {row.precision} {row.verdict}: {row.detail}")
     for row in rows:
         if row.refused and not survey:
-            raise UsageError(row.refused)
+            raise UsageError(row.refused, key=row.key)

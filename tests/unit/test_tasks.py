@@ -208,3 +208,44 @@ def test_a_loss_of_ones_own_has_to_be_one_number(
     monkeypatch.delitem(sys.modules, "odd_losses", raising=False)
     with pytest.raises(UsageError, match="should return one number as a tensor"):
         build_task("odd_losses:odd", "").loss(torch.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "reason"),
+    [
+        ("one(outputs)", 3, "too many positional arguments"),
+        ("three(outputs, targets, mask)", 6, "missing a required argument: 'mask'"),
+        ("named(outputs, *, targets)", 10, "too many positional arguments"),
+        ("Loss(weight)", 14, "too many positional arguments"),
+        ("part(outputs, targets)", 3, ""),
+    ],
+)
+def test_a_loss_of_ones_own_that_cannot_be_called(
+    function: str, line: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Setting, function, its place, what it is called with and what to do, before any step."""
+    (tmp_path / "wrong_losses.py").write_text(
+        "import functools\n\n"
+        "def one(outputs):\n    return outputs.mean()\n\n"
+        "@functools.cache\n"
+        "def three(outputs, targets, mask):\n    return outputs.mean()\n\n"
+        "def named(outputs, *, targets):\n    return outputs.mean()\n\n\n"
+        "class Loss:\n    def __init__(self, weight):\n        self.weight = weight\n\n"
+        "part = functools.partial(one)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wrong_losses", raising=False)
+    word = function.partition("(")[0]
+    with pytest.raises(UsageError) as told:
+        build_task(f"wrong_losses:{word}", "classify")
+    text = str(told.value)
+    assert f"train.task=wrong_losses:{word} is called as {word}(outputs, targets)" in text
+    assert f"wrong_losses.py:{line} " in text
+    assert reason in text
+    assert "two positional arguments" in text
+    assert "\n" not in text
+
+
+def test_losses_that_can_be_called_are_left_alone() -> None:
+    for name in ("torch.nn.functional:cross_entropy", "torch:dist", "math:hypot"):
+        assert build_task(name, "classify").name == name

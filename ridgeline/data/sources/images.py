@@ -102,13 +102,14 @@ def build_images(
     holdout: Any = 0.1,
     crop: Any = 1.0,
 ) -> tuple[Images, Images]:
-    """`size`: pixels a side. `holdout`: share kept for evaluation when there is no such folder.
+    """`size`: pixels a side. `holdout`: share kept for evaluation when there is no such folder;
+    0 keeps none.
 
     `crop`: share of the shorter side that the centre crop takes (0.875 is usual for ImageNet).
     """
     size = whole("images", "size", size)
     augment = flag("images", "augment", augment)
-    holdout = number("images", "holdout", holdout, 0.0, 0.9)
+    holdout = 0.0 if holdout == 0 else number("images", "holdout", holdout, 0.0, 0.9)
     crop = number("images", "crop", crop, 0.0, 1.0)
     require_pillow("images")
     if path is None:
@@ -175,6 +176,8 @@ def _split(
     files: list[_Labelled], holdout: float, root: Path
 ) -> tuple[list[_Labelled], list[_Labelled]]:
     """Hold out evenly spaced files of a class: those where j * holdout passes a whole number."""
+    if not holdout:
+        return files, []
     train: list[_Labelled] = []
     held_out: list[_Labelled] = []
     seen: dict[int, int] = {}
@@ -186,6 +189,6 @@ def _split(
     if not held_out or not train:
         raise UsageError(
             f"source 'images': holdout={holdout:g} of the {len(files)} images under {str(root)!r} "
-            "leaves no sample in one of the two halves; raise holdout or add images"
+            "leaves no sample in one of the two halves; raise holdout, add images, or hold out none (0)"
         )
     return train, held_out

@@ -473,7 +473,7 @@ def _split(dataset: Dataset, numbers: np.ndarray, holdout: float) -> tuple[_Part
     if passes.all() or not passes.any():
         raise UsageError(
             f"source 'packed': holdout={holdout:g} of the {len(numbers)} samples of {dataset.path} "
-            "leaves none in one of the two halves; raise holdout or add samples"
+            "leaves none in one of the two halves; raise holdout, add samples, or hold out none (0)"
         )
     return (dataset, numbers[~passes]), (dataset, numbers[passes])
 
