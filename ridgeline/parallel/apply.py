@@ -169,6 +169,10 @@ def _cut(built: Arranged) -> None:
         # Planned on the whole model, carried out on its stages.
         example = built.require_example("tensor and context parallelism")
         built.tensor_plan = plan_tensor(built.model, layout.tp, example)
+    if layout.cp > 1:
+        from ridgeline.parallel.context import check_sequences
+
+        built.notes += check_sequences(built.model, layout.cp, built.tensor_plan, built.example)
     if layout.pp > 1:
         from ridgeline.parallel.staged import cut_into_stages
 
