@@ -26,6 +26,8 @@ def check_sequences(model: nn.Module, size: int, plan: TensorPlan, example: Any)
 
     Sequences are cut as they come in, and where `scaled_dot_product_attention` is called.
     """
+    if size == 1:
+        return []
     if any(is_sequence(value) for value in tree_leaves(example)):
         return []
     if "scaled_dot_product_attention" in plan.attention:

@@ -66,7 +66,8 @@ class FlatZero:
 
     Every backward of stage 2 reduces every bucket once, so the ranks have to run equally many. After
     it the module's parameters have no `.grad`. A module of which a backward reaches only a part (the
-    stages that a pipeline rank holds) is better given part by part, each to a `FlatZero` of its own.
+    stages that a pipeline rank holds) is better given part by part, each to a `FlatZero` of its own;
+    `spared` names what this one leaves to another.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class FlatZero:
         compute_dtype: torch.dtype | None,
         bucket_mb: float = 25.0,
         offload_optimizer: bool = False,
+        spared: frozenset[str] = frozenset(),
     ) -> None:
         if stage not in (1, 2):
             raise UsageError(f"zero={stage} is not a stage of FlatZero; use 1 or 2")
@@ -87,7 +89,7 @@ class FlatZero:
         self.num_shards = 1 if self._group is None else dist.get_world_size(self._group)
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         self._buckets = plan_buckets(
-            module, compute_dtype, self.num_shards, bucket_mb * _BYTES_PER_MB
+            module, compute_dtype, self.num_shards, bucket_mb * _BYTES_PER_MB, spared
         )
         if not self._buckets:
             raise UsageError(
