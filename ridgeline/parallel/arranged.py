@@ -121,10 +121,9 @@ class Arranged:
 
     def spared_in(self, part: nn.Module) -> frozenset[str]:
         """Those of them that an earlier stage of this rank holds and looks after: one object for both."""
-        before = list(itertools.takewhile(lambda other: other is not part, self.parts))
-        return frozenset(name for other in before for name in self.tied_in(other)) & self.tied_in(
-            part
-        )
+        before = itertools.takewhile(lambda other: other is not part, self.parts)
+        held = {name for other in before for name in self.tied_in(other)}
+        return self.tied_in(part) & held
 
     def require_example(self, what: str) -> tuple[Any, ...] | dict[str, Any]:
         if self.example is None:

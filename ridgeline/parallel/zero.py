@@ -91,7 +91,7 @@ class FlatZero:
         self._buckets = plan_buckets(
             module, compute_dtype, self.num_shards, bucket_mb * _BYTES_PER_MB, spared
         )
-        if not self._buckets:
+        if not self._buckets and not spared:
             raise UsageError(
                 f"{type(module).__name__} has no trainable parameter, so zero={stage} has nothing to "
                 "shard; leave zero out"
@@ -151,7 +151,7 @@ class FlatZero:
                 if start < stop:
                     part = values[start - first : stop - first]
                     found.append((slot.index, _piece(slot, part, start - slot.offset)))
-        if not found:
+        if not found and self._buckets:
             # A rank whose slices are all padding; torch's optimizers want at least one parameter.
             slot = self._buckets[0].slots[0]
             found.append((0, _piece(slot, self._master_slice(self._buckets[0])[:0], 0)))
@@ -191,6 +191,8 @@ class FlatZero:
         A parameter without a gradient counts as zero where others have one; where nobody has, its
         pieces have None, and the optimizer leaves it alone as it would on one device.
         """
+        if not self._buckets:
+            return  # another has all of it
         if self.stage == 1:
             used = self._reduce_all()
         else:

@@ -35,10 +35,10 @@ class Thrice(nn.Module):
     """Reads its tokens at the beginning and half-way, as a decoder after an encoder does, with the weight
     that also makes the outputs. Of four stages on two ranks the second and the last are on one."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(37, 12)
-        self.blocks = nn.ModuleList(Block(12) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(12) for _ in range(depth))
         self.head = nn.Linear(12, 37, bias=False)
         self.head.weight = self.embed.weight
 
@@ -99,6 +99,18 @@ def test_proved_in_two_types(verifier: Verifier) -> None:
     """Master weights and what is computed with."""
     row = verifier.check(Layout.parse(f"dp=2,zero=2,{LOOP}"), "bf16")
     assert row.verdict == "same", row
+
+
+def test_a_stage_that_has_nothing_else() -> None:
+    """With three blocks the last stage is the head."""
+    layouts = [Layout.parse(text) for text in (f"dp=2,{LOOP}", f"dp=2,zero=1,{LOOP}")]
+    made = Verifier(config_of("dp=1", "model.args={depth: 3}"), layouts, steps=2)
+    try:
+        for layout in layouts:
+            row = made.check(layout)
+            assert row.verdict == "same", row
+    finally:
+        made.close()
 
 
 def stages_of(layout: str) -> tuple[list[tuple[int, ...]], int, int]:
