@@ -164,11 +164,13 @@ def _look(built: Arranged) -> None:
 def _cut(built: Arranged) -> None:
     layout = built.layout
     if layout.tp > 1 or layout.cp > 1:
+        from ridgeline.parallel.context import check_sequences
         from ridgeline.parallel.tensor import plan_tensor
 
         # Planned on the whole model, carried out on its stages.
         example = built.require_example("tensor and context parallelism")
         built.tensor_plan = plan_tensor(built.model, layout.tp, example)
+        built.notes += check_sequences(built.model, layout.cp, built.tensor_plan, example)
     if layout.pp > 1:
         from ridgeline.parallel.staged import cut_into_stages
 
@@ -412,9 +414,8 @@ def _shard(built: Arranged) -> None:
         return
     from ridgeline.parallel.zero import FlatZero
 
-    tied = built.staged.tied_here if built.staged is not None else frozenset()
     for module in built.parts:
-        held = tied & {name for name, _ in module.named_parameters()}
+        held = built.tied_in(module)
         if stage == 2 and held:
             # Their gradients are summed with another stage's before they are reduced.
             built.notes.append(
@@ -430,6 +431,7 @@ def _shard(built: Arranged) -> None:
                 AUTOCAST.get(layout.precision) if stage else None,
                 built.ddp.bucket_mb,
                 offload_optimizer=layout.offload == "optimizer",
+                spared=built.spared_in(module),
             )
         )
 
@@ -448,8 +450,10 @@ def _replicate(built: Arranged) -> None:
         # Gradients come a stage and a microbatch at a time: add them up, reduce them once at the end.
         from ridgeline.parallel.zero import FlatZero
 
-        bucket_mb = built.ddp.bucket_mb
-        built.flats += [FlatZero(m, 1, None, group, None, bucket_mb) for m in built.parts]
+        built.flats += [
+            FlatZero(m, 1, None, group, None, built.ddp.bucket_mb, spared=built.spared_in(m))
+            for m in built.parts
+        ]
         return
     built.objective = apply_ddp(
         built.objective, built.mesh, built.share, built.ddp.bucket_mb, built.ddp.find_unused

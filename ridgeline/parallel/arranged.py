@@ -7,6 +7,7 @@ answered here, so that the step has no word on techniques.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -113,6 +114,17 @@ class Arranged:
             if next(block.parameters(), None) is not None
         }
 
+    def tied_in(self, part: nn.Module) -> frozenset[str]:
+        """The parameters of a stage that another stage, of any rank, holds too."""
+        tied = self.staged.tied_here if self.staged is not None else frozenset()
+        return tied & {name for name, _ in part.named_parameters()}
+
+    def spared_in(self, part: nn.Module) -> frozenset[str]:
+        """Those of them that an earlier stage of this rank holds and looks after: one object for both."""
+        before = itertools.takewhile(lambda other: other is not part, self.parts)
+        held = {name for other in before for name in self.tied_in(other)}
+        return self.tied_in(part) & held
+
     def require_example(self, what: str) -> tuple[Any, ...] | dict[str, Any]:
         if self.example is None:
             raise UsageError(
@@ -174,7 +186,9 @@ class Arranged:
                 for flat in self.flats
                 for piece in flat.pieces
             ]
-        return [t for part in self.parts for t in list_trainables(part)]
+        # A parameter that two stages of this rank hold is one, and stepped once.
+        found = {id(t.parameter): t for part in self.parts for t in list_trainables(part)}
+        return list(found.values())
 
     @property
     def needs_care(self) -> bool:

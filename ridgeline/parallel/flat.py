@@ -103,14 +103,19 @@ class Piece:
 
 
 def plan_buckets(
-    module: nn.Module, compute_dtype: torch.dtype | None, num_shards: int, bucket_bytes: float
+    module: nn.Module,
+    compute_dtype: torch.dtype | None,
+    num_shards: int,
+    bucket_bytes: float,
+    spared: frozenset[str] = frozenset(),
 ) -> list[Bucket]:
-    """Buckets over the trainable parameters of `module`, in about the order of backward."""
+    """Buckets over the trainable parameters of `module` but `spared`, in about the order of backward."""
     slots: dict[Kind, list[tuple[int, str, nn.Parameter]]] = {}
     filling: dict[Kind, int] = {}
     done: list[tuple[Kind, list[tuple[int, str, nn.Parameter]]]] = []
     wide = _batch_norm_parameters(module)
-    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    named = [(n, p) for n, p in module.named_parameters() if n not in spared]
+    trainable = [(n, p) for n, p in named if p.requires_grad]
     for index, (name, parameter) in reversed(list(enumerate(trainable))):
         _require_plain(name, parameter)
         kind = _kind(parameter, None if parameter in wide else compute_dtype)

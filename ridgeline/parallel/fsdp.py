@@ -3,7 +3,8 @@
 torch's `fully_shard` does it: 16/d bytes a parameter with Adam, in mixed precision too (the shards stay
 float32, what is gathered for a block is of the computing type). This puts it on a module that has
 never heard of it: which blocks are gathered on their own, what stays together because weights are
-tied, and the cases that torch refuses. Called by `apply.py`.
+tied, and the cases that torch refuses. Parameters without dimensions (a learned temperature, a gate) have
+nothing to cut: every rank keeps them whole, and `idle.py` averages their gradients. Called by `apply.py`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def apply_fsdp(
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # torch shards no others; only the memory order is lost
             parameter.data = parameter.data.contiguous()
+    whole = [p for p in model.parameters() if p.dim() == 0]
     offload: OffloadPolicy = OffloadPolicy()
     if offload_params:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -65,6 +67,7 @@ def apply_fsdp(
             offload_policy=offload,
             # None: not for the root, whose weights backward wants at once.
             reshard_after_forward=None if reshard else False,
+            ignored_params=set(whole),
         )
 
     inner = MixedPrecisionPolicy()
@@ -82,7 +85,7 @@ def apply_fsdp(
     for block in _separable(model, blocks):
         shard(block, inner)
     shard(model, outer)
-    IdleParameters(model, [mesh.get_group(axis) for axis in axes])
+    IdleParameters(model, [mesh.get_group(axis) for axis in axes], whole)
     return model
 
 
@@ -144,14 +147,9 @@ def _trainable_batch_norms(root: nn.Module) -> list[nn.Module]:
 def _check_parameters(root: nn.Module) -> None:
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in root.named_parameters():
-        if parameter.dim() == 0:
-            raise UsageError(
-                f"{name} is a parameter without dimensions, which zero=3 cannot shard; make it a "
-                "vector of one element, or use zero=2"
-            )
         if parameter.is_complex():
             raise UsageError(f"{name} is complex, which zero=3 cannot shard; use zero=2")
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.dim():
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         listed = " and ".join(f"{name} {dtype}" for dtype, name in dtypes.items())

@@ -2,7 +2,7 @@
 
 Squares are summed where the parts are: over the tensor-parallel ranks for parameters that are split
 among them, over the shards of ZeRO, over the stages of a pipeline. A parameter that two stages hold (a
-tied embedding) counts once. Called by `arranged.py`.
+tied embedding), or all shards (one without dimensions), counts once. Called by `arranged.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def build_norm(built: Arranged) -> Callable[[], Tensor]:
     splits = built.view.splits if built.view is not None else {}
     elsewhere = built.staged.counted_elsewhere if built.staged is not None else frozenset()
     trainables = [t for t in built.trainables() if t.name not in elsewhere]
+    if built.is_fully_sharded and mesh.axis_rank("shard") > 0:
+        trainables = [t for t in trainables if t.num_dims > 0]  # the first shard counts the others
     split = [t.parameter for t in trainables if t.name in splits]
     whole = [t.parameter for t in trainables if t.name not in splits]
     sharded = built.is_fully_sharded or any(flat.num_shards > 1 for flat in built.flats)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ridgeline.errors import UsageError
+from ridgeline.layout import Layout
 from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.mesh import Mesh
@@ -75,14 +76,13 @@ class Staged:
 
     @property
     def tied_here(self) -> frozenset[str]:
-        """Parameters of this rank that another rank holds too."""
+        """Parameters of this rank that another stage holds too."""
         num_ranks, rank = self.mesh.axis_size("pp"), self.mesh.axis_rank("pp")
-        found = set()
-        for tied in self.plan.tied:
-            ranks = {self.plan.rank_of(stage, num_ranks) for stage in tied.stages}
-            if rank in ranks and len(ranks) > 1:
-                found.add(tied.name)
-        return frozenset(found)
+        return frozenset(
+            tied.name
+            for tied in self.plan.tied
+            if rank in {self.plan.rank_of(stage, num_ranks) for stage in tied.stages}
+        )
 
     def forward_backward(
         self,
@@ -130,7 +130,7 @@ def cut_into_stages(built: Arranged) -> None:
         device=mesh.device,
         autocast_dtype=AUTOCAST.get(layout.precision),
     )
-    _check_stages(built.model, plan, layout.pp)
+    _check_stages(built.model, plan, layout)
     sent = _local_plan(plan, mesh)
     indices = plan.indices_of(mesh.axis_rank("pp"), layout.pp)
 
@@ -155,8 +155,13 @@ def cut_into_stages(built: Arranged) -> None:
     built.notes += plan.describe().splitlines()
 
 
-def _check_stages(model: nn.Module, plan: StagePlan, num_ranks: int) -> None:
+def _check_stages(model: nn.Module, plan: StagePlan, layout: Layout) -> None:
     """What one rank alone would stumble over is refused on all of them."""
+    num_ranks = layout.pp
+    # Both make copies of what a stage has, and the copies of one weight would go apart.
+    apart = [f"zero={layout.zero}"] * (layout.zero == 3) + [f"sync={layout.sync}"] * (
+        layout.sync != "every"
+    )
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     for rank in range(num_ranks):
         held = [n for i in plan.indices_of(rank, num_ranks) for n in plan.stages[i].parameters]
@@ -166,9 +171,10 @@ def _check_stages(model: nn.Module, plan: StagePlan, num_ranks: int) -> None:
                 f"than pp={num_ranks}"
             )
         twice = sorted({name for name in held if held.count(name) > 1})
-        if twice:
+        if twice and apart:
             raise UsageError(
-                f"{twice[0]} is in two stages of one rank; use virtual=1, or do not tie it"
+                f"{twice[0]} is in two stages of one rank, which {apart[0]} cannot keep as one weight; "
+                f"leave {apart[0]} out, use virtual=1, or do not tie it"
             )
 
 

@@ -66,7 +66,8 @@ class FlatZero:
 
     Every backward of stage 2 reduces every bucket once, so the ranks have to run equally many. After
     it the module's parameters have no `.grad`. A module of which a backward reaches only a part (the
-    stages that a pipeline rank holds) is better given part by part, each to a `FlatZero` of its own.
+    stages that a pipeline rank holds) is better given part by part, each to a `FlatZero` of its own;
+    `spared` names what this one leaves to another.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class FlatZero:
         compute_dtype: torch.dtype | None,
         bucket_mb: float = 25.0,
         offload_optimizer: bool = False,
+        spared: frozenset[str] = frozenset(),
     ) -> None:
         if stage not in (1, 2):
             raise UsageError(f"zero={stage} is not a stage of FlatZero; use 1 or 2")
@@ -87,9 +89,9 @@ class FlatZero:
         self.num_shards = 1 if self._group is None else dist.get_world_size(self._group)
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         self._buckets = plan_buckets(
-            module, compute_dtype, self.num_shards, bucket_mb * _BYTES_PER_MB
+            module, compute_dtype, self.num_shards, bucket_mb * _BYTES_PER_MB, spared
         )
-        if not self._buckets:
+        if not self._buckets and not spared:
             raise UsageError(
                 f"{type(module).__name__} has no trainable parameter, so zero={stage} has nothing to "
                 "shard; leave zero out"
@@ -149,7 +151,7 @@ class FlatZero:
                 if start < stop:
                     part = values[start - first : stop - first]
                     found.append((slot.index, _piece(slot, part, start - slot.offset)))
-        if not found:
+        if not found and self._buckets:
             # A rank whose slices are all padding; torch's optimizers want at least one parameter.
             slot = self._buckets[0].slots[0]
             found.append((0, _piece(slot, self._master_slice(self._buckets[0])[:0], 0)))
@@ -189,6 +191,8 @@ class FlatZero:
         A parameter without a gradient counts as zero where others have one; where nobody has, its
         pieces have None, and the optimizer leaves it alone as it would on one device.
         """
+        if not self._buckets:
+            return  # another has all of it
         if self.stage == 1:
             used = self._reduce_all()
         else:

@@ -83,10 +83,10 @@ def choose_layout(
     try:
         machine, origin = find_machine(config, place)
         found = plan_recipe(config, machine, place.num_ranks, trace=trace)
-        best = runnable(found, config)
+        best = runnable(found)
         if best is None and found.best:  # only weights in two stages of one rank: look further
             found = plan_recipe(config, machine, place.num_ranks, 1000, trace)
-            best = runnable(found, config)
+            best = runnable(found)
     except UsageError as error:
         return _plain(config, place, str(error), lines)
     if best is None:
@@ -152,11 +152,16 @@ def _record(config: RunConfig, planned: Planned, place: Place, origin: str) -> d
     }
 
 
-def runnable(found: Found, config: RunConfig) -> Planned | None:
-    """The best that this release can also start: a weight in two stages of one rank cannot be."""
-    tied = bool(config.model.args.get("tie_embeddings"))
+def runnable(found: Found) -> Planned | None:
+    """The best that this release can also start: zero=3 refuses a weight in two stages of one rank.
+
+    The embedding and the head of a transformer never are: the first stage and the last have different
+    ranks. Of a traced module it is not known which stages its tied weights will be in.
+    """
     for planned in found.best:
-        if not ((tied or getattr(planned.job.model, "tied", False)) and planned.layout.virtual > 1):
+        tied = getattr(planned.job.model, "tied", False)
+        anywhere = not isinstance(tied, bool) and len(tied) > 0
+        if not (anywhere and planned.layout.virtual > 1 and planned.layout.zero == 3):
             return planned
     return None
 

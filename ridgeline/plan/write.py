@@ -44,7 +44,7 @@ def require_model(path: Path, name: str, model: Model) -> None:
 
 def startable(found: Found, path: Path) -> Planned:
     """The best that this release can also start with the recipe's model."""
-    best = runnable(found, load_config(path, []).config) if path.is_file() else found.best[0]
+    best = runnable(found) if path.is_file() else found.best[0]
     if best is None:
         raise RunError(
             f"none of the {len(found.best)} layouts shown can be started with the tied weights of {path}; "

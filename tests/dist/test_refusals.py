@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ridgeline.config import load_config
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import read_rank_env
+from ridgeline.parallel.context import check_sequences
 from ridgeline.parallel.tensor.plan import plan_tensor
 from ridgeline.train.setup import build_training
 
@@ -123,6 +124,16 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
         (f"model.name={__name__}:NoMatrices", *DIGITS, "layout=tp=2"),
         ("NoMatrices", "leave tp out"),
     ),
+    "no sequence to cut in an image": (
+        2,
+        (f"model.name={__name__}:OneConvolution", *DIGITS, "layout=cp=2"),
+        ("cp=2", "OneConvolution has no sequence to cut", "leave cp out"),
+    ),
+    "no sequence to cut beside tensor parallelism": (
+        4,
+        ("model={name: mlp}", *DIGITS, "layout=tp=2,cp=2"),
+        ("cp=2", "MLP has no sequence to cut", "leave cp out"),
+    ),
     "synchronised batch norm on split tensors": (
         4,
         (f"model.name={__name__}:Normed", *DIGITS, "ddp.sync_batch_norm=true", "layout=dp=2,tp=2"),
@@ -151,6 +162,43 @@ def test_a_model_that_fails_alone_is_not_told_to_leave_tp_out() -> None:
     broken = nn.Sequential(nn.Linear(63, 16), nn.ReLU(), nn.Linear(16, 10))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         plan_tensor(broken, 2, (torch.zeros(2, 64),))
+
+
+class Attending(nn.Module):
+    """Patches of an image that look at each other: there is no sequence among the inputs."""
+
+    def __init__(self, by_module: bool) -> None:
+        super().__init__()
+        self.cut, self.head = nn.Conv2d(1, 8, 2, stride=2), nn.Linear(8, 10)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True) if by_module else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cut(x).flatten(2).transpose(1, 2)
+        if self.attend is not None:
+            x, _ = self.attend(x, x, x, need_weights=False)
+        else:
+            x = nn.functional.scaled_dot_product_attention(x, x, x)
+        return self.head(x.mean(1))
+
+
+IMAGE, TOKENS = torch.zeros(2, 1, 8, 8), torch.zeros(2, 8, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "num_notes"),
+    [
+        (Attending(by_module=False), (IMAGE,), 0),
+        (Attending(by_module=True), (IMAGE,), 1),
+        (nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 4)), (TOKENS,), 0),
+        (nn.Linear(8, 8), {"input": torch.zeros(2, 5, 8)}, 0),
+    ],
+    ids=["patches", "module", "tokens", "features"],
+)
+def test_what_has_a_sequence_is_not_refused(
+    model: nn.Module, example: Any, num_notes: int
+) -> None:
+    plan = plan_tensor(model, 1, example)
+    assert len(check_sequences(model, 2, plan, example)) == num_notes
 
 
 def train_one_step(overrides: tuple[str, ...], left_out: int) -> str:

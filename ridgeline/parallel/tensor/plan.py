@@ -37,6 +37,8 @@ class TensorPlan:
     size: int
     layers: dict[str, Layer]
     whole: dict[str, str]
+    attention: frozenset[str] = frozenset()
+    """Which functions the model was seen to attend with, for whoever cuts sequences."""
 
     @property
     def report(self) -> str:
@@ -82,7 +84,7 @@ def plan_tensor(
             "element-wise work between, attention with its projections, token embeddings and an "
             f"output head{f' ({reasons})' if reasons else ''}; leave tp out"
         )
-    return TensorPlan(size, planner.layers, planner.whole)
+    return TensorPlan(size, planner.layers, planner.whole, trace.attention)
 
 
 def _run_plainly(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:

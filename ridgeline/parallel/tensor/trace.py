@@ -23,6 +23,8 @@ from ridgeline.parallel.tensor import table
 from ridgeline.parallel.tensor.flows import Flow, FlowBook, Mark
 from ridgeline.parallel.tensor.layers import is_embedding, is_linear
 
+ATTENTION = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
+
 
 @dataclass
 class Trace:
@@ -33,6 +35,8 @@ class Trace:
     """Embeddings that are looked up with an input of the model itself."""
     direct: dict[str, str]
     """Layers whose parameter some other code uses, and the function it was seen in."""
+    attention: frozenset[str] = frozenset()
+    """Functions of `ATTENTION` that were called."""
 
 
 def trace_flows(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Trace:
@@ -86,6 +90,7 @@ class _Recorder(TorchFunctionMode):
         self.tokens: set[int] = set()
         self.token_tables: dict[str, None] = {}
         self.direct: dict[str, str] = {}
+        self.attention: set[str] = set()
         self.inside = 0
         self.owners: dict[int, list[str]] = {}
         for path, module in model.named_modules():
@@ -148,6 +153,8 @@ class _Recorder(TorchFunctionMode):
         if self.inside:
             return out
         name = table.name_of(func)
+        if name in ATTENTION:
+            self.attention.add(name)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if name not in table.NATIVE:
             for tensor in tensors:
@@ -163,7 +170,8 @@ class _Recorder(TorchFunctionMode):
     def finish(self, outputs: Any) -> Trace:
         for value in _all_tensors(outputs):
             self.book.mark_output(self.book.marks_of(value))
-        return Trace(self.book.finish(), self.token_tables, self.direct)
+        seen = frozenset(self.attention)
+        return Trace(self.book.finish(), self.token_tables, self.direct, seen)
 
 
 _SAME_TOKENS = table.VIEWS | {"to", "long", "contiguous", "int"}

@@ -62,6 +62,13 @@ def draw_dropout(local: Tensor, p: float, part: Part) -> Tensor:
     return local * (keep.div_(1 - p) if p < 1 else keep)
 
 
+def is_sequence(value: Any) -> bool:
+    """Whether an input of the model counts as samples of (positions, ...): tokens, or their features."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.dim() == 3 or (value.dim() == 2 and not value.is_floating_point())
+
+
 class _Memory:
     """Stands for memory that several tensors share, or for one of them: tensors that have weak
     references themselves could not be changed in place."""
@@ -278,8 +285,7 @@ class GlobalView(TorchFunctionMode):
         """A plain input that every rank has whole; tokens and sequences are cut on the context axis."""
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        tokens = value.dim() == 2 and not value.is_floating_point()
-        places = self.placements(cp=Shard(1) if tokens or value.dim() == 3 else None)
+        places = self.placements(cp=Shard(1) if is_sequence(value) else None)
         return self.move(enter(value, self.mesh, self.replicated, value.shape), places)
 
     def _plain_outputs(self, outputs: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +15,7 @@ from ridgeline.cli import app
 from ridgeline.config import PlanConfig, RunConfig, dump_config, find_recipe, load_config
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout, check_layout, override_text, read_auto
-from ridgeline.plan.auto import Place, choose_layout, cpu_machine, find_machine
+from ridgeline.plan.auto import Place, choose_layout, cpu_machine, find_machine, runnable
 from ridgeline.plan.kept import compare_run
 from ridgeline.plan.own_machine import profile_of
 from ridgeline.plan.recipe import plan_recipe, predict_recipe
@@ -136,6 +138,23 @@ def test_a_machine_that_is_none_is_an_error() -> None:
 def test_tied_weights_get_no_virtual_stages() -> None:
     config = large("model.args.size=llama3.2-1b", "train.batch=64")
     assert Layout.parse(choose_layout(config, H200, None).config.layout).virtual == 1
+
+
+@pytest.mark.parametrize(
+    ("tied", "text", "starts"),
+    [
+        (True, "dp=2,zero=3,pp=2,schedule=interleaved,microbatches=2,virtual=2", True),
+        (("head.weight",), "dp=2,zero=3,pp=2,schedule=interleaved,microbatches=2,virtual=2", False),
+        (("head.weight",), "dp=2,zero=3,pp=2,microbatches=2", True),
+        (("head.weight",), "dp=2,pp=2,schedule=interleaved,microbatches=2,virtual=2", True),
+        ((), "dp=2,zero=3,pp=2,schedule=interleaved,microbatches=2,virtual=2", True),
+    ],
+)
+def test_what_cannot_be_started_with_tied_weights(tied: Any, text: str, starts: bool) -> None:
+    job = SimpleNamespace(model=SimpleNamespace(tied=tied))
+    planned = SimpleNamespace(layout=Layout.parse(text), job=job)
+    found: Any = SimpleNamespace(best=(planned,))
+    assert (runnable(found) is planned) == starts
 
 
 def test_a_run_that_goes_on_keeps_its_layout_on_as_many_ranks() -> None:
