@@ -113,7 +113,7 @@ def plan_buckets(
     slots: dict[Kind, list[tuple[int, str, nn.Parameter]]] = {}
     filling: dict[Kind, int] = {}
     done: list[tuple[Kind, list[tuple[int, str, nn.Parameter]]]] = []
-    wide = _batch_norm_parameters(module)
+    wide = _norm_parameters(module)
     named = [(n, p) for n, p in module.named_parameters() if n not in spared]
     trainable = [(n, p) for n, p in named if p.requires_grad]
     for index, (name, parameter) in reversed(list(enumerate(trainable))):
@@ -204,16 +204,18 @@ class _Identities:
         return id(parameter) in self._ids
 
 
-def _batch_norm_parameters(module: nn.Module) -> _Identities:
-    """They stay in their own type, as batch norm wants them in that of its running statistics."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+def _norm_parameters(module: nn.Module) -> _Identities:
+    """They stay in their own type: batch norm wants them in that of its running statistics, and the others
+    no narrower than what comes in, which from another stage of a pipeline is as wide as on one device."""
+    kinds = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
+    norms = [m for m in module.modules() if isinstance(m, kinds)]
     return _Identities(p for norm in norms for p in norm.parameters(recurse=False))
 
 
 @torch.no_grad()
 def cast_frozen(module: nn.Module, compute_dtype: torch.dtype) -> None:
     """Parameters that are not trained, in the type that the others compute in."""
-    wide = _batch_norm_parameters(module)
+    wide = _norm_parameters(module)
     for parameter in module.parameters():
         if not parameter.requires_grad and parameter.is_floating_point() and parameter not in wide:
             parameter.data = parameter.data.to(compute_dtype)

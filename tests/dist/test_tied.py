@@ -25,10 +25,11 @@ from ridgeline.verify.run import Verifier
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 32), nn.Linear(32, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(F.normalize(x, dim=-1))))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Thrice(nn.Module):
