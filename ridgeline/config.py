@@ -540,11 +540,12 @@ def _check_values(config: RunConfig) -> None:
         raise UsageError(f"optim.betas={list(config.optim.betas)} are not both from 0 to below 1")
     for key in ("model.name", "data.source"):
         if not values[key]:
-            raise UsageError(f"{key} is not set; every recipe names a model and a source")
+            raise UsageError(f"{key} is not set; every recipe names a model and a source", key=key)
     if config.train.epochs is None and config.train.steps is None:
         raise UsageError("neither train.epochs nor train.steps is set, so the run would never end")
-    if config.train.eval_samples == 0 and (key := needs_evaluation(config)):
+    if config.train.eval_samples == 0 and config.train.target:
         raise UsageError(
-            f"{key} is set but train.eval_samples=0 never evaluates; leave one of them out"
+            "train.target is set but train.eval_samples=0 never evaluates; leave one of them out",
+            key="train.target",
         )
     check_text(config.layout, "layout")

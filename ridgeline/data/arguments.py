@@ -47,11 +47,14 @@ def flag(source: str, key: str, value: Any) -> bool:
     return value
 
 
-def number(source: str, key: str, value: Any, low: float, high: float) -> float:
-    """A number with low < value <= high."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and low < value <= high
-    if not good:
-        raise wrong_value(source, key, value, f"a number above {low:g} and at most {high:g}")
+def number(
+    source: str, key: str, value: Any, low: float, high: float, or_zero: bool = False
+) -> float:
+    """A number with low < value <= high, or 0 where that stands for none."""
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not (low < value <= high or (or_zero and value == 0)):
+        wanted = f"{'0, or ' if or_zero else ''}a number above {low:g} and at most {high:g}"
+        raise wrong_value(source, key, value, wanted)
     return float(value)
 
 

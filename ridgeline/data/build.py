@@ -45,9 +45,12 @@ def build_sources(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source
 
 
 def _key_in(text: str, args: Mapping[str, Any]) -> str:
-    """The argument that a sentence of a source's is about: one whose value stands in it, else all."""
+    """The argument that a sentence of a source's is about: one whose value stands in it, else all where it
+    names them. What is not installed is no matter of the recipe's."""
     named = [key for key, value in args.items() if isinstance(value, str) and repr(value) in text]
-    return f"data.args.{named[0]}" if len(named) == 1 else "data.args"
+    if len(named) == 1:
+        return f"data.args.{named[0]}"
+    return "data.args" if "data.args" in text else ""
 
 
 def _build_shipped(name: str, args: Mapping[str, Any], seed: int) -> tuple[Source, Source]:

@@ -333,4 +333,5 @@ def _to_measure(config: RunConfig, effort: Effort) -> RunConfig:
         train=dataclasses.replace(
             config.train, steps=steps, epochs=None, eval_samples=0, eval_every=0, target={}
         ),
+        checkpoint=dataclasses.replace(config.checkpoint, keep_best=""),
     )

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ridgeline.config import OptimConfig
 from ridgeline.errors import UsageError, unknown_word
 
 _FUSED_DEVICES = ("cuda", "cpu")
+_WHOLE_ONLY = ("sgd",)
+"""Optimizers whose one kernel torch has for whole tensors and not for shards."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def build_optimizer(
     fused = fused and all(
         p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters
     )
+    if config.name in _WHOLE_ONLY and any(isinstance(p, DTensor) for p in parameters):
+        fused = False
     groups = decay_groups(trainables, config)
     return OPTIMIZERS[config.name](groups, lr, config, fused)
 

@@ -153,7 +153,8 @@ def _record(config: RunConfig, planned: Planned, place: Place, origin: str) -> d
 
 
 def runnable(found: Found) -> Planned | None:
-    """The best that this release can also start: zero=3 refuses a weight in two stages of one rank.
+    """The best that this release can also start: zero=3 and local steps refuse a weight in two stages of
+    one rank.
 
     The embedding and the head of a transformer never are: the first stage and the last have different
     ranks. Of a traced module it is not known which stages its tied weights will be in.
@@ -161,7 +162,9 @@ def runnable(found: Found) -> Planned | None:
     for planned in found.best:
         tied = getattr(planned.job.model, "tied", False)
         anywhere = not isinstance(tied, bool) and len(tied) > 0
-        if not (anywhere and planned.layout.virtual > 1 and planned.layout.zero == 3):
+        layout = planned.layout
+        apart = layout.zero == 3 or layout.sync != "every"
+        if not (anywhere and layout.virtual > 1 and apart):
             return planned
     return None
 

@@ -31,4 +31,5 @@ def for_one_rank(config: RunConfig, layout: str, device: str) -> RunConfig:
         device=device,
         data=replace(config.data, stage="", workers=0),
         train=replace(config.train, eval_samples=0, target={}),
+        checkpoint=replace(config.checkpoint, keep_best=""),
     )

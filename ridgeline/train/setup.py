@@ -462,14 +462,17 @@ def _blocks(config: RunConfig) -> Blocks | None:
 
 def _say_no_evaluation(config: RunConfig, held_out: Source) -> list[str]:
     """Where the data has nothing to evaluate on; an error where something was asked of evaluations."""
-    if len(held_out) or config.train.eval_samples == 0:
+    never = config.train.eval_samples == 0
+    if len(held_out) and not never:
         return []
     why = f"data.source={config.data.source} has no evaluation split"
     if key := needs_evaluation(config):
+        what = "train.eval_samples=0 leaves them out" if never else why
         raise UsageError(
-            f"{key} needs evaluations, and {why}; leave {key} out, or give the source one"
+            f"{key} needs evaluations, and {what}; leave {key} out, or evaluate on something",
+            key=key,
         )
-    return [f"nothing is evaluated: {why}"]
+    return [] if never else [f"nothing is evaluated: {why}"]
 
 
 def _say_batch(config: RunConfig, num_samples: int) -> list[str]:

@@ -100,6 +100,18 @@ def test_proved(verifier: Verifier, text: str, precision: str) -> None:
     assert row.verdict == "same", row
 
 
+@pytest.mark.parametrize("text", ["dp=2,zero=3", "dp=4,zero=3,shard=2"])
+def test_proved_with_momentum(text: str) -> None:
+    """Shards and whole tensors in one optimizer for which torch has no kernel of shards."""
+    config = config_of("dp=1", "optim={name: sgd, momentum: 0.9}", "train.lr=0.05")
+    made = Verifier(config, [Layout.parse(text)], steps=3)
+    try:
+        row = made.check(Layout.parse(text))
+    finally:
+        made.close()
+    assert row.verdict == "same", row
+
+
 def train(path: Path, steps: int, layout: str) -> dict[str, Tensor] | None:
     config = config_of(layout, f"train.steps={steps}", "model.dtype=float64", "train.batch=8")
     run, env = RunDir(path), read_rank_env()

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ridgeline.config import load_config
+from ridgeline.config import dump_config, load_config, needs_evaluation
 from ridgeline.data.build import build_sources
+from ridgeline.doctor.states import Effort, _to_measure
 from ridgeline.errors import UsageError
 from ridgeline.report.build import build_report
 from ridgeline.rundir import RunDir
+from ridgeline.scaling.request import for_one_rank
 from ridgeline.train.run import run_recipe
 
 MODULE = """
@@ -89,8 +91,18 @@ def test_what_needs_an_evaluation_is_refused(
     wanted = rf"{key} needs evaluations, and data.source={own}:{name} has no .* leave {key} out"
     with pytest.raises(UsageError, match=wanted):
         run_recipe(recipe(tmp_path, f"{own}:{name}"), override)
-    with pytest.raises(UsageError, match=rf"{key} is set but train.eval_samples=0 never evaluates"):
-        load_config(Path(recipe(tmp_path, "digits")), [override, "train.eval_samples=0"])
+    with pytest.raises(UsageError, match=rf"{key} .* train.eval_samples=0"):
+        run_recipe(recipe(tmp_path, "digits"), override, "train.eval_samples=0")
+
+
+@pytest.mark.parametrize("override", ["train.target={accuracy: 0.9}", "checkpoint.keep_best=loss"])
+def test_what_is_measured_without_evaluations_asks_for_none(override: str, tmp_path: Path) -> None:
+    """The doctor's climb and a rank of many, whose configurations are written down and read again."""
+    config = load_config(Path(recipe(tmp_path, "digits")), [override]).config
+    for alone in (_to_measure(config, Effort()), for_one_rank(config, "dp=1", "cpu")):
+        (tmp_path / "alone.yaml").write_text(dump_config(alone))
+        read = load_config(tmp_path / "alone.yaml").config
+        assert not needs_evaluation(read)
 
 
 def test_a_data_set_without_training_samples_is_still_refused(own: str) -> None:

@@ -109,7 +109,7 @@ def build_images(
     """
     size = whole("images", "size", size)
     augment = flag("images", "augment", augment)
-    holdout = 0.0 if holdout == 0 else number("images", "holdout", holdout, 0.0, 0.9)
+    holdout = number("images", "holdout", holdout, 0.0, 0.9, or_zero=True)
     crop = number("images", "crop", crop, 0.0, 1.0)
     require_pillow("images")
     if path is None:

@@ -417,7 +417,7 @@ def build_packed(
                 "source 'packed': augment=true in data.args is Pillow's; with decoder='dali' use "
                 "pixels='bytes' and data.augment.crop=resized"
             )
-    holdout = 0.0 if holdout == 0 else number("packed", "holdout", holdout, 0.0, 0.9)
+    holdout = number("packed", "holdout", holdout, 0.0, 0.9, or_zero=True)
     check = choice("packed", "check", check, CHECKS)
     on_error = choice("packed", "on_error", on_error, ("stop", "skip"))
     if classes is not None:
