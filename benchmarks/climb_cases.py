@@ -93,6 +93,8 @@ CASES = {
             "bf16, stochastic": (*BEST_LM, "tune.weights=stochastic"),
             "bf16, graphs, stochastic": (
                 *BEST_LM, "layout.graphs=true", "tune.weights=stochastic"),
+            "bf16, graphs, stochastic, not warmed up": (
+                *BEST_LM, "layout.graphs=true", "tune.weights=stochastic", "schedule.warmup_steps=0"),
             "bf16, graphs, stochastic, tiles": (
                 *BEST_LM, "layout.graphs=true", "tune.weights=stochastic", "tune.search_tiles=true"),
             "fp8 tensors, regional, tiles": (
@@ -216,15 +218,24 @@ def hand_batches(case: Case, config: Any, workers: int) -> Any:
         yield source.device_fetch(rng.integers(0, 1 << 30, config.train.batch), device)
 
 
-def hand_steps(case: Case, config: Any, plain: bool, apart: bool = False) -> Any:
-    """The best loop that people write for one GPU; `plain` is the one they begin with. `apart`: only the
-    model is compiled, as most have it, and the loss is not."""
+WAYS = {
+    "": "hand-tuned",
+    "plain": "plain fp32",
+    "apart": "hand-tuned, loss apart",
+    "cold": "hand-tuned, not warmed up",
+}
+"""Loops by hand: the best that people write for one GPU, the one that they begin with, one of which the
+model alone is compiled, not the loss, and one whose learning rate is whole from its first step."""
+
+
+def hand_steps(case: Case, config: Any, way: str = "") -> Any:
+    """One of `WAYS`; yields losses."""
     import torch
     import torch.nn.functional as F
 
     from ridgeline.models.build import build_model
 
-    device = torch.device(config.device)
+    device, plain = torch.device(config.device), way == "plain"
     torch.manual_seed(0)
     with device:
         model = build_model(config.model.name, **config.model.args)
@@ -235,6 +246,12 @@ def hand_steps(case: Case, config: Any, plain: bool, apart: bool = False) -> Any
         torch.set_float32_matmul_precision("high")
     fused = not plain
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=fused)
+    # As the states have it. Without it the 1.3B model stays at its first loss, and a device at its power
+    # limit has another clock with the activations of such a model.
+    warm = 1 if way == "cold" else max(config.schedule.warmup_steps, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / warm)
+    )
 
     def loss_of(x: Any, y: Any) -> Any:
         out = model(x)
@@ -244,7 +261,7 @@ def hand_steps(case: Case, config: Any, plain: bool, apart: bool = False) -> Any
 
     compiled = loss_of
     if device.type != "cpu" and not plain:
-        if apart:
+        if way == "apart":
             model.compile()
         else:
             compiled = torch.compile(loss_of)
@@ -261,17 +278,18 @@ def hand_steps(case: Case, config: Any, plain: bool, apart: bool = False) -> Any
         if case.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad(set_to_none=True)
         yield loss
 
 
-def _hand_worker(case: Case, recipe: str, plain: bool, apart: bool, pipe: Connection) -> None:
+def _hand_worker(case: Case, recipe: str, way: str, pipe: Connection) -> None:
     import torch
 
     from ridgeline.config import load_config
 
     config = load_config(Path(recipe)).config
-    steps, cuda = hand_steps(case, config, plain, apart), config.device == "cuda"
+    steps, cuda = hand_steps(case, config, way), config.device == "cuda"
     while (turn := pipe.recv()) is not None:
         try:
             for _ in range(turn[0]):
@@ -295,13 +313,11 @@ def _hand_worker(case: Case, recipe: str, plain: bool, apart: bool, pipe: Connec
 class Hand:
     """The hand-written loop with the same face as a climb's candidate."""
 
-    def __init__(
-        self, case: Case, recipe: Path, plain: bool, spare: int, apart: bool = False
-    ) -> None:
+    def __init__(self, case: Case, recipe: Path, spare: int, way: str = "") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         self._process = context.Process(
-            target=_hand_worker, args=(case, str(recipe), plain, apart, child), daemon=False
+            target=_hand_worker, args=(case, str(recipe), way, child), daemon=False
         )
         self.started = time.time()
         self._process.start()

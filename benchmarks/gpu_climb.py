@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.climb_cases import BF16, CASES, GRID, Case, Hand, write_fields
+from benchmarks.climb_cases import BF16, CASES, GRID, WAYS, Case, Hand, write_fields
 from benchmarks.table import print_table, spread, write_json
 
 PARTS = ("hand", "climb", "further", "again", "text")
@@ -202,14 +202,11 @@ def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[
         keep(name, loop, turns, ratios)
 
     hand_turns: list[float] = []
-    hand = begin("hand-tuned", lambda: Hand(case, recipe, plain=False, spare=spare))
+    hand = begin("hand-tuned", lambda: Hand(case, recipe, spare))
     others: dict[str, Any] = {}
-    if options.plain:
-        others["plain fp32"] = lambda: Hand(case, recipe, plain=True, spare=0)
-    if options.apart:
-        others["hand-tuned, loss apart"] = lambda: Hand(
-            case, recipe, plain=False, spare=spare, apart=True
-        )
+    for way in options.ways:
+        room = 0 if way == "plain" else spare
+        others[WAYS[way]] = lambda w=way, r=room: Hand(case, recipe, r, w)
     for number, (name, state) in enumerate(chosen_states(case, options).items()):
         others[name] = lambda c=state, n=number: Candidate(
             c, f"{case.name}-{n}", folder, effort, folder / "compiled"
@@ -419,11 +416,12 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=sorted(CASES), default=["124m"])
     parser.add_argument("--part", nargs="+", choices=PARTS, default=["hand"])
     parser.add_argument("--states", nargs="*", help="only these, by name or beginning; climbed")
-    parser.add_argument("--plain", action="store_true", help="hand: the plain fp32 loop too")
     parser.add_argument(
-        "--apart",
-        action="store_true",
-        help="hand: one with the loss outside of what is compiled too",
+        "--ways",
+        nargs="*",
+        default=[],
+        choices=[way for way in WAYS if way],
+        help="hand: further loops by hand (plain float32, the loss not compiled, no warm-up)",
     )
     parser.add_argument("--text", type=int, default=300, help="steps on real text")
     parser.add_argument(

@@ -35,7 +35,7 @@ WARM, TIMED, PROFILED = 10, 15, 4
 def build_step(options: argparse.Namespace, state: str) -> Callable[[], Any]:
     case = prepare(CASES[options.model], options)
     if state == HAND:
-        steps = hand_steps(case, configure(case, options), plain=False)
+        steps = hand_steps(case, configure(case, options))
         return lambda: next(steps)
     from ridgeline.config import dump_config
     from ridgeline.doctor.candidate import Runner
