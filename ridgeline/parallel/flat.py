@@ -213,15 +213,6 @@ def _norm_parameters(module: nn.Module) -> _Identities:
 
 
 @torch.no_grad()
-def cast_frozen(module: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Parameters that are not trained, in the type that the others compute in."""
-    wide = _norm_parameters(module)
-    for parameter in module.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point() and parameter not in wide:
-            parameter.data = parameter.data.to(compute_dtype)
-
-
-@torch.no_grad()
 def broadcast_module(module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> None:
     """Give every rank the parameters and buffers of the first one.
 

@@ -32,7 +32,6 @@ from ridgeline.parallel.flat import (
     Piece,
     Slot,
     broadcast_module,
-    cast_frozen,
     plan_buckets,
 )
 from ridgeline.parallel.mesh import all_gather_single
@@ -98,8 +97,6 @@ class FlatZero:
             )
         broadcast_module(module, [self._group, self._copies])
         self._stores = self._pack()
-        if compute_dtype is not None:
-            cast_frozen(module, compute_dtype)
         self.pieces = self._cut_pieces()
         self._flights = Flights(self._group, self._copies, self._landed)
         self._rounds = Rounds(self._buckets, self._flights)

@@ -561,6 +561,8 @@ class Normed(nn.Module):
 def train_mixed(stage: int, offload: bool = False) -> tuple[list[float], list[Tensor]]:
     """Losses and weights of a model with batch norm, in bf16 with float32 master weights."""
     objective: nn.Module = Objective(Normed())
+    frozen = objective.model.head.bias.detach().clone().fill_(0.7)  # which bf16 cannot hold
+    objective.model.head.bias.data = frozen.clone()
     world = dist.get_world_size()
     zero: FlatZero | None = None
     if stage == 3:
@@ -571,7 +573,6 @@ def train_mixed(stage: int, offload: bool = False) -> tuple[list[float], list[Te
             objective, stage, groups(world)[0], None, torch.bfloat16, offload_optimizer=offload
         )
         assert objective.model.conv.weight.dtype == torch.bfloat16
-        assert objective.model.head.bias.dtype == torch.bfloat16  # frozen
         assert objective.model.norm.weight.dtype == torch.float32
         assert all(piece.parameter.dtype == torch.float32 for piece in zero.pieces)
         optimizer = adamw((piece.parameter for piece in zero.pieces), fused=True)
@@ -591,6 +592,8 @@ def train_mixed(stage: int, offload: bool = False) -> tuple[list[float], list[Te
         optimizer.zero_grad()
         losses.append(loss.item())
     full = full_parameters(objective) if zero is None else zero.full_weights()
+    given = full_parameters(objective)["model.head.bias"] if stage == 3 else objective.model.head.bias
+    assert torch.equal(given, frozen), "what is not trained stays as it was given"
     return losses, [full[name].float() for name in sorted(full) if name != "model.head.bias"]
 
 
