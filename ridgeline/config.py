@@ -130,16 +130,18 @@ class TrainConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     name: str = "adamw"
-    """adamw, adam or sgd."""
+    """adamw, adam, sgd, lars or lamb."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
-    """Adam and AdamW."""
+    """Adam, AdamW and LAMB."""
     eps: float = 1e-8
-    """Adam and AdamW."""
+    """All but SGD."""
     momentum: float = 0.0
-    """SGD."""
+    """SGD and LARS."""
     nesterov: bool = False
-    """SGD."""
+    """SGD and LARS."""
+    trust: float = 0.001
+    """LARS: how far a layer moves at a rate of 1, as a share of its weights."""
     decay_norms: bool = True
     """Apply weight decay also to biases and norm weights (every parameter of one dimension)."""
 
@@ -272,7 +274,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "data.shuffle": ("full", "blocks"),
     "data.stage_share": ("node", "job"),
     "train.lr_rule": ("none", "linear", "sqrt"),
-    "optim.name": ("adamw", "adam", "sgd"),
+    "optim.name": ("adamw", "adam", "sgd", "lars", "lamb"),
     "schedule.name": ("constant", "linear", "cosine", "step"),
     "log.tensorboard": ("auto", "yes", "no"),
     "guard.on_bad": ("stop", "skip", "rollback"),
@@ -299,6 +301,7 @@ _AT_LEAST: dict[str, float] = {
     "optim.weight_decay": 0,
     "optim.eps": 0,
     "optim.momentum": 0,
+    "optim.trust": 0,
     "schedule.warmup_steps": 0,
     "ddp.bucket_mb": 0.001,
     "log.every": 1,

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ridgeline.config import OptimConfig
 from ridgeline.errors import UsageError, unknown_word
+from ridgeline.optim.layerwise import LAYERWISE, Whole
 
 _FUSED_DEVICES = ("cuda", "cpu")
 _WHOLE_ONLY = ("sgd",)
@@ -62,12 +63,17 @@ OPTIMIZERS: dict[str, Callable[[Iterable[dict[str, Any]], float, OptimConfig, bo
 
 
 def build_optimizer(
-    what: nn.Module | Sequence[Trainable], config: OptimConfig, lr: float, fused: bool = True
+    what: nn.Module | Sequence[Trainable],
+    config: OptimConfig,
+    lr: float,
+    fused: bool = True,
+    whole: Whole | None = None,
 ) -> Optimizer:
     """The optimizer over every trainable parameter of a model, or over the parts listed; `fused` asks
-    for one kernel for all of them, where the device has it."""
-    if config.name not in OPTIMIZERS:
-        raise unknown_word("optimizer", config.name, OPTIMIZERS, "optim.name")
+    for one kernel for all of them, where the device has it, and `whole` sums squares over the ranks that
+    hold parts of a parameter."""
+    if config.name not in OPTIMIZERS and config.name not in LAYERWISE:
+        raise unknown_word("optimizer", config.name, [*OPTIMIZERS, *LAYERWISE], "optim.name")
     if config.nesterov and config.momentum <= 0:
         raise UsageError("optim.nesterov=true needs optim.momentum above 0 (0.9 is usual)")
     trainables = list_trainables(what) if isinstance(what, nn.Module) else list(what)
@@ -80,6 +86,9 @@ def build_optimizer(
     if config.name in _WHOLE_ONLY and any(isinstance(p, DTensor) for p in parameters):
         fused = False
     groups = decay_groups(trainables, config)
+    if config.name in LAYERWISE:
+        scaled = [t.parameter for t in trainables if t.num_dims > 1]
+        return LAYERWISE[config.name](groups, lr, config, scaled, whole, parameters)
     return OPTIMIZERS[config.name](groups, lr, config, fused)
 
 

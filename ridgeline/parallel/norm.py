@@ -1,8 +1,9 @@
-"""The norm of a gradient that no rank has whole.
+"""The norm of a gradient that no rank has whole, and those of single parameters.
 
 Squares are summed where the parts are: over the tensor-parallel ranks for parameters that are split
 among them, over the shards of ZeRO, over the stages of a pipeline. A parameter that two stages hold (a
-tied embedding), or all shards (one without dimensions), counts once. Called by `arranged.py`.
+tied embedding), or all shards (one without dimensions), counts once. Called by `arranged.py` and, for
+optimizers that look at each layer, `train/setup.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ridgeline.optim.layerwise import Whole
 from ridgeline.optim.update import norms_of
 
 if TYPE_CHECKING:
@@ -49,6 +51,42 @@ def build_norm(built: Arranged) -> Callable[[], Tensor]:
         return total.sqrt()
 
     return norm
+
+
+def build_whole(built: Arranged) -> Whole | None:
+    """A function that sums squares of this rank's parts, a column for each of `built.trainables()`, over
+    the ranks that share a parameter; None where every rank has them whole.
+
+    Ranks that share one agree on the columns of the sum: of ZeRO's flat shards each has pieces of other
+    parameters, and all know of every one.
+    """
+    mesh, trainables = built.mesh, built.trainables()
+    splits = built.view.splits if built.view is not None else {}
+    flat = any(flat.num_shards > 1 for flat in built.flats)
+    shards = mesh.group("shard") if flat or built.is_fully_sharded else None
+    halves = mesh.group("tp") if splits else None
+    if shards is None and halves is None:
+        return None
+    if built.flats:
+        names = list(dict.fromkeys(name for flat in built.flats for name in flat.names))
+    else:
+        names = [t.name for t in trainables]
+    places = {name: place for place, name in enumerate(names)}
+    mine = torch.tensor([places[t.name] for t in trainables], device=mesh.device)
+    split = torch.tensor([name in splits for name in names], device=mesh.device)
+
+    def whole(squares: Tensor) -> Tensor:
+        total = squares.new_zeros(len(squares), len(names), device=mesh.device)
+        total.index_add_(1, mine, squares.to(mesh.device))
+        if shards is not None:
+            dist.all_reduce(total, group=shards)
+        if halves is not None:
+            added = total * split
+            dist.all_reduce(added, group=halves)
+            total = torch.where(split, added, total)
+        return total[:, mine].to(squares.device)
+
+    return whole
 
 
 def _square_sum(

@@ -107,6 +107,11 @@ class FlatZero:
             for place in range(len(bucket.slots)):
                 self._watch(bucket.number, place)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters that it looks after, on every rank in the same order."""
+        return [slot.name for bucket in self._buckets for slot in bucket.slots]
+
     # Construction
 
     @torch.no_grad()

@@ -66,7 +66,9 @@ def module_stage_memory(job: ModuleJob, rank: int) -> StepMemory:
     if job.zero == 3:
         weights, optimizer = own * count / shards, slots * trained / shards
     elif half:
-        weights = 2.0 * trained + own * (count - trained)  # what is not trained stays as it was given
+        weights = 2.0 * trained + own * (
+            count - trained
+        )  # what is not trained stays as it was given
         optimizer = (4.0 + slots) * trained / shards
     else:
         weights = own * count

@@ -28,7 +28,7 @@ Trace = Callable[[RunConfig], ModuleFacts]
 
 def optimizer_slots(config: RunConfig) -> int:
     """Tensors of optimizer state a parameter."""
-    if config.optim.name == "sgd":
+    if config.optim.name in ("sgd", "lars"):
         return 1 if config.optim.momentum > 0 else 0
     return 2
 

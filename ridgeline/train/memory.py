@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ridgeline.config import RunConfig
 from ridgeline.layout import Layout, check_available, check_layout
+from ridgeline.plan.recipe import optimizer_slots
 from ridgeline.train.setup import Training
 
 _ROOM = 0.92
@@ -105,7 +106,7 @@ def measure(training: Training, requested: float = 0.0) -> Budget:
         peak, fragmentation = psutil.Process().memory_info().rss, 0
         capacity = psutil.virtual_memory().total
     rest = max(peak - weights - gradients - state, 0) + requested
-    copies = 2 if training.config.optim.name.startswith("adam") else 1
+    copies = optimizer_slots(training.config)
     return Budget(
         weights=weights,
         gradients=max(gradients, trained),

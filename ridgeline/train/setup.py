@@ -35,6 +35,7 @@ from ridgeline.models.count import count_model
 from ridgeline.models.inputs import change_each
 from ridgeline.models.weights import load_weights
 from ridgeline.optim.build import Trainable, build_optimizer
+from ridgeline.optim.layerwise import Whole
 from ridgeline.optim.master import build_master_adamw
 from ridgeline.optim.schedules import Factor, build_schedule, fit_warmup, scale_lr
 from ridgeline.optim.stochastic import build_stochastic_adamw
@@ -42,6 +43,7 @@ from ridgeline.optim.update import Update, build_update
 from ridgeline.parallel.apply import arrange
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, read_order
+from ridgeline.parallel.norm import build_whole
 from ridgeline.parallel.precision import Precision, build_precision
 from ridgeline.parallel.random import Randomness, seed_apart
 from ridgeline.parallel.tuned import prefer_attention
@@ -202,7 +204,7 @@ def _build_on(
         config.train.lr, config.train.batch, config.train.reference_batch, config.train.lr_rule
     )
     trainables = arranged.trainables()
-    optimizer = _build_optimizer(config, layout, model, trainables, rate)
+    optimizer = _build_optimizer(config, layout, model, trainables, rate, build_whole(arranged))
     machine_facts = describe_machine(device, layout.precision, env.local_world_size)
     schedule, warmup_note = fit_warmup(config.schedule, num_steps)
     # For a model that draws numbers itself, apart on ranks that hold different samples. Dropout does
@@ -248,7 +250,12 @@ def _build_on(
 
 
 def _build_optimizer(
-    config: RunConfig, layout: Layout, model: nn.Module, trainables: list[Trainable], rate: float
+    config: RunConfig,
+    layout: Layout,
+    model: nn.Module,
+    trainables: list[Trainable],
+    rate: float,
+    whole: Whole | None,
 ) -> Optimizer:
     for name, parameter in model.named_parameters():
         if not (parameter.is_complex() and parameter.requires_grad):
@@ -262,7 +269,7 @@ def _build_optimizer(
                 f"{name} is complex, which tune.weights={config.tune.weights} cannot train; leave it out"
             )
     if config.tune.weights == "wide":
-        return build_optimizer(trainables, config.optim, rate, config.tune.fused_optimizer)
+        return build_optimizer(trainables, config.optim, rate, config.tune.fused_optimizer, whole)
     alone = layout.replace(precision="bf16", compile=False, graphs=False, recompute="none")
     if layout.precision not in ("bf16", "fp8") or alone != Layout(precision="bf16"):
         raise UsageError(
