@@ -26,6 +26,7 @@ from ridgeline.cli_doctor import doctor
 from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
+from ridgeline.cli_scale import scale_app
 from ridgeline.cli_shared import choose_for_ranks, may_have_gpu, num_cores, require_torch
 from ridgeline.errors import Requeue, RunError, UsageError, complain, say
 from ridgeline.launch.env import wants_traceback
@@ -54,6 +55,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(launch_app, name="launch")
 app.add_typer(machine_app, name="machine")
 app.add_typer(plan_app, name="plan")
+app.add_typer(scale_app, name="scale")
 app.command()(doctor)
 
 Overrides = Annotated[

@@ -1,0 +1,107 @@
+"""`ridgeline scale`: what more samples in a step are worth. Added to the app by `cli.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ridgeline.cli_shared import require_torch
+from ridgeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from ridgeline.config import RunConfig
+
+scale_app = typer.Typer(help="What more samples in a step are worth.", no_args_is_help=True)
+
+
+@scale_app.callback()
+def _scale() -> None:
+    """So that the one command keeps its name."""
+
+
+@scale_app.command()
+def noise(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|RECIPE", help="Whose weights; of a recipe the first ones."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changed settings.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples of one gradient; default: an eighth of train.batch."),
+    ] = None,
+    gradients: Annotated[int, typer.Option(min=12, help="Gradients that are compared.")] = 60,
+    every: Annotated[
+        bool, typer.Option("--all", help="At every checkpoint that the run has kept.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Measure the gradient noise scale: up to which batch more ranks are worth their samples."""
+    config, checkpoints = _find(what, overrides or [], every)
+    size = batch or max(1, config.train.batch // 8)
+    require_torch("`ridgeline scale noise`")
+    from ridgeline.scaling.noise import show
+    from ridgeline.scaling.noise_run import measure_noise
+
+    with _bar(gradients * max(len(checkpoints), 1)) as advance:
+        found = measure_noise(config, checkpoints, size, gradients, advance)
+    if as_json:
+        rows = [dataclasses.asdict(one) | {"scale": one.scale} for one in found]
+        typer.echo(json.dumps({"batch": config.train.batch, "found": rows}, indent=1))
+        return
+    for line in show(found, config.train.batch):
+        typer.echo(line)
+
+
+def _find(what: str, overrides: list[str], every: bool) -> tuple[RunConfig, list[Path]]:
+    """The configuration, and the checkpoints that are looked at."""
+    from ridgeline.checkpoint.find import find_all
+    from ridgeline.checkpoint.manifest import read_manifest
+    from ridgeline.config import find_recipe, load_config
+
+    path = Path(what)
+    if not path.is_dir():
+        if every:
+            raise UsageError(f"--all is for runs, and {what} is none; leave it out")
+        return load_config(find_recipe(what), overrides).config, []
+    found = find_all(path)
+    found = found if every else found[-1:]
+    with tempfile.TemporaryDirectory() as folder:
+        made = (
+            Path(folder) / "config.yaml"
+        )  # as the checkpoint has it: a run may have gone on otherwise
+        made.write_text(read_manifest(found[-1]).config, encoding="utf-8")
+        return load_config(made, overrides).config, found
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on the terminal; nothing where there is none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("gradients"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("gradients", total=total)
+        yield lambda: bar.advance(task)
