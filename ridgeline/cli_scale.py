@@ -50,7 +50,7 @@ def noise(
 ) -> None:
     """Measure the gradient noise scale: up to which batch more ranks are worth their samples."""
     config, checkpoints = _find(what, overrides or [], every)
-    size = batch or max(1, config.train.batch // 8)
+    size = batch or max(2, config.train.batch // 8)
     require_torch("`ridgeline scale noise`")
     from ridgeline.scaling.noise import show
     from ridgeline.scaling.noise_run import measure_noise

@@ -10,6 +10,7 @@ none) are not scaled. Called by `build.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ridgeline.config import OptimConfig
+from ridgeline.errors import UsageError
 
+_MOST_MADE = 64
+"""Lists that are kept on a device; which parameters have gradients may differ from step to step."""
 Whole = Callable[[Tensor], Tensor]
 """Squares of this rank's parts, one column for each of its parameters in their order, to those of the whole
 parameters. Every rank calls it as often."""
@@ -55,10 +59,9 @@ class Layerwise(Optimizer):
         every = [p for group in self.param_groups for p in group["params"]]
         self._columns = {id(p): i for i, p in enumerate(every if order is None else order)}
         ids = {id(p) for p in scaled}
-        self._scaled = [False] * len(self._columns)
-        for key, column in self._columns.items():
-            self._scaled[column] = key in ids
+        self._scaled = [key in ids for key in self._columns]
         self._whole = whole
+        self._made: dict[tuple[Any, ...], Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -88,7 +91,7 @@ class Layerwise(Optimizer):
         return _Row(_plain(parameter), _plain(parameter.grad), own, self._columns[id(parameter)])
 
     def _directions(self, group: dict[str, Any], rows: list[_Row]) -> list[Tensor]:
-        """What weights would move along, before a layer's ratio."""
+        """What weights would move along, before a layer's ratio; new tensors."""
         raise NotImplementedError
 
     def _size(self, group: dict[str, Any], weight: Tensor, other: Tensor) -> Tensor:
@@ -105,26 +108,45 @@ class Layerwise(Optimizer):
         raise NotImplementedError
 
     def _ratios(self, found: list[tuple[dict[str, Any], list[_Row], list[Tensor]]]) -> Tensor:
-        """One for each parameter of this rank; no device waits for them."""
-        every = [p for group in self.param_groups for p in group["params"]]
-        device = _plain(every[0]).device
-        double = any(p.dtype.to_real() is torch.float64 for p in every)
-        wide = torch.float64 if double else torch.float32
-        squares = torch.zeros(2, len(self._columns), dtype=wide, device=device)
+        """One for each parameter of this rank; no device is waited for."""
+        first = next(p for group in self.param_groups for p in group["params"])
+        device = _plain(first).device
+        # Wide enough that stages which hold the same weight, cut otherwise, come to the same ratio.
+        squares = torch.zeros(2, len(self._columns), dtype=torch.float64, device=device)
         for _, rows, directions in found:
-            _put_squares(squares[0], rows, [row.weight for row in rows])
-            _put_squares(squares[1], rows, self._compared(rows, directions))
+            self._put_squares(squares[0], rows, [row.weight for row in rows])
+            self._put_squares(squares[1], rows, self._compared(rows, directions))
         if self._whole is not None:
             squares = self._whole(squares)
         weight, other = squares.sqrt()
         ratios = torch.ones_like(weight)
-        scaled = torch.tensor(self._scaled, device=device)
-        usable = scaled & (weight > 0) & (other > 0)
+        usable = self._on(device, self._scaled) & (weight > 0) & (other > 0)
         for group, rows, _ in found:
-            columns = torch.tensor([row.column for row in rows], dtype=torch.long, device=device)
-            sizes = self._size(group, weight[columns], other[columns])
-            ratios[columns] = torch.where(usable[columns], sizes, 1.0)
-        return ratios
+            if rows:
+                columns = self._on(device, [row.column for row in rows])
+                sizes = self._size(group, weight[columns], other[columns])
+                ratios[columns] = torch.where(usable[columns], sizes, 1.0)
+        return ratios if first.dtype.to_real() is torch.float64 else ratios.float()
+
+    def _put_squares(self, into: Tensor, rows: list[_Row], values: list[Tensor]) -> None:
+        """The square of each tensor's norm at its row's column; an empty part has 0."""
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+        for row, value in zip(rows, values, strict=True):
+            if value.numel():
+                by_kind.setdefault((value.dtype, value.device), []).append((row.column, value))
+        for members in by_kind.values():
+            norms = torch._foreach_norm([value for _, value in members], 2.0, dtype=into.dtype)
+            columns = self._on(into.device, [column for column, _ in members])
+            into[columns] = torch.stack(list(norms)).square().to(into.device)
+
+    def _on(self, device: torch.device, values: list[int] | list[bool]) -> Tensor:
+        """The list as a tensor, made once: to copy one to a GPU is to wait for it."""
+        key = (device, *values)
+        if key not in self._made:
+            if len(self._made) > _MOST_MADE:
+                self._made.clear()
+            self._made[key] = torch.tensor(values, device=device)
+        return self._made[key]
 
 
 class Lars(Layerwise):
@@ -137,10 +159,7 @@ class Lars(Layerwise):
         return ("momentum_buffer",) if self.defaults["momentum"] else ()
 
     def _directions(self, group: dict[str, Any], rows: list[_Row]) -> list[Tensor]:
-        grads = [row.grad for row in rows]
-        if not group["weight_decay"]:
-            return grads
-        weights = [row.weight for row in rows]
+        grads, weights = [row.grad for row in rows], [row.weight for row in rows]
         return list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
 
     def _compared(self, rows: list[_Row], directions: list[Tensor]) -> list[Tensor]:
@@ -153,17 +172,16 @@ class Lars(Layerwise):
     def _apply(
         self, group: dict[str, Any], rows: list[_Row], directions: list[Tensor], ratios: Tensor
     ) -> None:
-        moved = _times(directions, rows, ratios)
+        _scale(directions, rows, ratios)
         if group["momentum"]:
             buffers = [row.state["momentum_buffer"] for row in rows]
             torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, moved)
-            moved = (
-                list(torch._foreach_add(moved, buffers, alpha=group["momentum"]))
-                if group["nesterov"]
-                else buffers
-            )
-        torch._foreach_add_([row.weight for row in rows], moved, alpha=-float(group["lr"]))
+            torch._foreach_add_(buffers, directions)
+            if group["nesterov"]:
+                torch._foreach_add_(directions, buffers, alpha=group["momentum"])
+            else:
+                directions = buffers
+        torch._foreach_add_([row.weight for row in rows], directions, alpha=-float(group["lr"]))
 
 
 class Lamb(Layerwise):
@@ -182,11 +200,13 @@ class Lamb(Layerwise):
         for row in rows:
             row.state["step"].add_(1)
         steps = [float(row.state["step"]) for row in rows]
-        below = torch._foreach_div(squares, [1 - second**step for step in steps])
-        torch._foreach_sqrt_(below)
-        torch._foreach_add_(below, group["eps"])
-        directions = torch._foreach_div(means, [1 - first**step for step in steps])
-        torch._foreach_div_(directions, below)
+        # In one new tensor a parameter: 1 / (sqrt(v) + eps), then times m.
+        directions = torch._foreach_sqrt(squares)
+        torch._foreach_div_(directions, [math.sqrt(1 - second**step) for step in steps])
+        torch._foreach_add_(directions, group["eps"])
+        torch._foreach_reciprocal_(directions)
+        torch._foreach_mul_(directions, means)
+        torch._foreach_div_(directions, [1 - first**step for step in steps])
         if group["weight_decay"]:
             weights = [row.weight for row in rows]
             torch._foreach_add_(directions, weights, alpha=group["weight_decay"])
@@ -201,8 +221,8 @@ class Lamb(Layerwise):
     def _apply(
         self, group: dict[str, Any], rows: list[_Row], directions: list[Tensor], ratios: Tensor
     ) -> None:
-        moved = _times(directions, rows, ratios)
-        torch._foreach_add_([row.weight for row in rows], moved, alpha=-float(group["lr"]))
+        _scale(directions, rows, ratios)
+        torch._foreach_add_([row.weight for row in rows], directions, alpha=-float(group["lr"]))
 
 
 def build_lars(
@@ -213,6 +233,10 @@ def build_lars(
     whole: Whole | None,
     order: list[nn.Parameter],
 ) -> Optimizer:
+    if config.trust <= 0:
+        raise UsageError(
+            f"optim.trust={config.trust:g} would leave every matrix where it is; 0.001 is usual"
+        )
     defaults = {
         "lr": lr,
         "momentum": config.momentum,
@@ -245,20 +269,8 @@ def _plain(tensor: Tensor) -> Tensor:
     return torch.view_as_real(local) if local.is_complex() else local
 
 
-def _put_squares(into: Tensor, rows: list[_Row], values: list[Tensor]) -> None:
-    """The square of each tensor's norm at its row's column; an empty part has 0."""
-    held = [(row.column, value) for row, value in zip(rows, values, strict=True) if value.numel()]
-    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
-    for column, value in held:
-        by_kind.setdefault((value.dtype, value.device), []).append((column, value))
-    for members in by_kind.values():
-        norms = torch._foreach_norm([value for _, value in members], 2.0, dtype=into.dtype)
-        columns = torch.tensor([column for column, _ in members], device=into.device)
-        into[columns] = torch.stack(list(norms)).square().to(into.device)
-
-
-def _times(values: list[Tensor], rows: list[_Row], ratios: Tensor) -> list[Tensor]:
-    """Each tensor, new, times its row's ratio."""
+def _scale(values: list[Tensor], rows: list[_Row], ratios: Tensor) -> None:
+    """Each tensor times its row's ratio, in place."""
     each = ratios.unbind()
     factors = [each[row.column].to(value.device) for row, value in zip(rows, values, strict=True)]
-    return list(torch._foreach_mul(values, factors))
+    torch._foreach_mul_(values, factors)

@@ -67,8 +67,10 @@ def build_whole(built: Arranged) -> Whole | None:
     halves = mesh.group("tp") if splits else None
     if shards is None and halves is None:
         return None
-    if built.flats:
-        names = list(dict.fromkeys(name for flat in built.flats for name in flat.names))
+    if (
+        built.flats
+    ):  # in an order of their own: uneven halves of a split model are cut into other buckets
+        names = sorted({name for flat in built.flats for name in flat.names})
     else:
         names = [t.name for t in trainables]
     places = {name: place for place, name in enumerate(names)}

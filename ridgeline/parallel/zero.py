@@ -109,7 +109,7 @@ class FlatZero:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that it looks after, on every rank in the same order."""
+        """Of the parameters that it looks after, also those of which this rank has no piece."""
         return [slot.name for bucket in self._buckets for slot in bucket.slots]
 
     # Construction

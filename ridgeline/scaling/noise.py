@@ -1,10 +1,10 @@
 """How large a batch is worth its samples: the gradient noise scale, from gradients of small batches.
 
 A gradient of B samples is the true one plus noise of variance S / B. The noise scale S / |G|^2 (McCandlish,
-Kaplan, Amodei 2018, "simple") is the batch at which both are as long: below it a larger batch saves about
-as many steps as it is larger, far above it nearly none. Groups of gradients that share no sample give |G|^2
-without bias, as products of different groups' means, and how sure the figure is, by leaving one group out
-at a time. Imports without torch; `noise_run.py` makes the gradients.
+Kaplan, Amodei 2018, "simple") is the batch at which both are as long: far below it a larger batch saves
+about as many steps as it is larger, far above it nearly none. Products of the mean gradients of groups that
+share no sample give |G|^2 without the noise, and leaving one group out at a time gives how sure the figure
+is. Imports without torch; `noise_run.py` makes the gradients.
 """
 
 from __future__ import annotations
@@ -44,19 +44,23 @@ class Noise:
         return self.variance / self.square if self.square > 0 else None
 
 
-def estimate(
-    squares: Sequence[Sequence[float]],
-    products: Sequence[Sequence[float]],
-    batch: int,
-    step: int,
-    loss: float,
-) -> Noise:
-    """`squares`: |g|^2 of each gradient, group by group; `products`: of the groups' mean gradients."""
-    everyone = range(len(squares))
-    square, variance = _both(squares, products, batch, everyone)
-    without = [
-        _both(squares, products, batch, [k for k in everyone if k != group]) for group in everyone
-    ]
+@dataclass(frozen=True)
+class Products:
+    """Of gradients of `batch` samples each, in groups."""
+
+    squares: Sequence[Sequence[float]]
+    """|g|^2 of each gradient, group by group."""
+    means: dict[tuple[int, int], float]
+    """Products of the mean gradients of two groups, the first number below the second."""
+    batch: int
+    population: int
+    """Samples that they were drawn from, none twice."""
+
+
+def estimate(found: Products, step: int, loss: float) -> Noise:
+    everyone = range(len(found.squares))
+    square, variance = _both(found, everyone)
+    without = [_both(found, [k for k in everyone if k != group]) for group in everyone]
     low = max(variance - _T * _error([v for _, v in without]), 0.0)
     high: float | None = None
     if square > 0 and all(s > 0 and v > 0 for s, v in without):
@@ -64,21 +68,20 @@ def estimate(
         low, high = variance / square * math.exp(-away), variance / square * math.exp(away)
     else:
         low /= max(square, 0.0) + _T * _error([s for s, _ in without])
-    count = sum(len(group) for group in squares)
-    return Noise(step, batch, count, loss, square, variance, low, high)
+    count = sum(len(group) for group in found.squares)
+    return Noise(step, found.batch, count, loss, square, variance, low, high)
 
 
-def _both(
-    squares: Sequence[Sequence[float]],
-    products: Sequence[Sequence[float]],
-    batch: int,
-    groups: Sequence[int] | range,
-) -> tuple[float, float]:
-    """|G|^2 and the variance of a sample's gradient, from some of the groups."""
-    pairs = [products[a][b] for a in groups for b in groups if a < b]
-    square = sum(pairs) / len(pairs)
-    mean = sum(sum(squares[g]) for g in groups) / sum(len(squares[g]) for g in groups)
-    return square, batch * (mean - square)
+def _both(found: Products, groups: Sequence[int]) -> tuple[float, float]:
+    """|G|^2 and the variance of a sample's gradient, from some of the groups.
+
+    What one group has drawn the other cannot: the product of two is S / N too small of N samples.
+    """
+    pairs = [found.means[a, b] for a in groups for b in groups if a < b]
+    product = sum(pairs) / len(pairs)
+    squares = [square for group in groups for square in found.squares[group]]
+    variance = found.batch * (sum(squares) / len(squares) - product)
+    return product + variance / found.population, variance
 
 
 def _error(values: Sequence[float]) -> float:
@@ -97,7 +100,7 @@ def samples_factor(scale: float, batch: float) -> float:
     return 1 + batch / scale
 
 
-def show(found: Sequence[Noise], batch: int, unit: str = "samples") -> list[str]:
+def show(found: Sequence[Noise], batch: int) -> list[str]:
     """Lines for people; `batch` is the training's own."""
     rows = [
         [
@@ -109,21 +112,24 @@ def show(found: Sequence[Noise], batch: int, unit: str = "samples") -> list[str]
         for one in found
     ]
     last = found[-1]
-    taken = f"{last.gradients} gradients of {last.batch} {unit} each"
-    lines = [f"gradient noise scale in {unit}, from {taken}", ""]
+    taken = f"{last.gradients} gradients of {last.batch} samples each"
+    lines = [f"gradient noise scale in samples, from {taken}", ""]
     lines += table(["step", "loss", "noise scale", "90 % sure"], rows)
     if last.scale is None or last.high is None:
-        return [*lines, "", f"noise hides the gradient: take more {unit} (--gradients, --batch)"]
-    lines += ["", *_table(last.scale, batch, unit), ""]
+        return [*lines, "", "noise hides the gradient: take more samples (--gradients, --batch)"]
+    lines += ["", *_table(last.scale, batch), ""]
     if last.step == 0:
         return [
             *lines,
             "first weights: the scale grows as a training goes on, so ask a checkpoint too",
         ]
-    return [*lines, f"train.batch={batch}: {_advice(last.scale, batch)}"]
+    said = _advice(last.scale, batch)
+    if {_advice(last.low, batch), _advice(last.high, batch)} != {said}:
+        said = "whether a larger one pays is not sure; take more samples (--gradients, --batch)"
+    return [*lines, f"train.batch={batch}: {said}"]
 
 
-def _table(scale: float, batch: int, unit: str) -> list[str]:
+def _table(scale: float, batch: int) -> list[str]:
     """What other batches would cost and save."""
     sizes = sorted({max(1, batch * factor // 4) for factor in (1, 2, 4, 8, 16, 32, 64)})
     here = steps_factor(scale, batch), samples_factor(scale, batch)
@@ -135,15 +141,15 @@ def _table(scale: float, batch: int, unit: str) -> list[str]:
         ]
         for size in sizes
     ]
-    return table(["batch", "x steps", f"x {unit}"], rows)
+    return table(["batch", "x steps", "x samples"], rows)
 
 
 def _advice(scale: float, batch: int) -> str:
-    if batch < scale / 3:
+    if batch < scale / 10:
         return "a larger one, with its learning rate, saves nearly as many steps as it is larger"
     if batch <= 3 * scale:
         return "a larger one saves steps and costs samples, as the table says"
-    return f"a larger one saves hardly any step; {_round(math.ceil(scale))} would do"
+    return "a larger one saves hardly any step, and a smaller one most of the samples"
 
 
 def _round(value: float | None) -> str:

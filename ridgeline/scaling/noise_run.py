@@ -6,8 +6,10 @@ The trainer's own model, loss, data and precision on one device; no step is take
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout, read_auto
 from ridgeline.optim.update import norms_of
-from ridgeline.scaling.noise import GROUPS, Noise, estimate
+from ridgeline.scaling.noise import GROUPS, Noise, Products, estimate
 from ridgeline.scaling.request import for_one_rank
 from ridgeline.train.setup import Training, build_training
 
@@ -37,9 +39,10 @@ def measure_noise(
     advance: Callable[[], None] = lambda: None,
 ) -> list[Noise]:
     """At each of the checkpoints, or at the first weights where there is none."""
-    training = build_training(_alone(config, batch, gradients), read_rank_env({}))
+    alone = _alone(config, batch, gradients)
+    training = build_training(alone, read_rank_env({}), resumes=bool(checkpoints))
     try:
-        have = len(training.loader) * batch
+        have = len(training.loader.source)
         if have < batch * gradients:
             raise UsageError(
                 f"{gradients} gradients of {batch} samples each need {batch * gradients} samples, and "
@@ -55,16 +58,16 @@ def measure_noise(
 
 
 def _alone(config: RunConfig, batch: int, gradients: int) -> RunConfig:
-    """The recipe on one device, with batches that are all as large."""
-    wanted = (read_auto(config.layout) or Layout.parse(config.layout, "layout")).precision
-    if wanted == "fp16":
-        wanted = "fp32"  # its loss scale is found over many steps, and none is taken here
-    one = for_one_rank(config, str(Layout(precision=wanted)), config.device)
+    """The recipe on one device, in batches of that size."""
+    given = read_auto(config.layout) or Layout.parse(config.layout, "layout")
+    # The loss scale of fp16 is found over many steps, and none is taken here.
+    precision = "fp32" if given.precision == "fp16" else given.precision
+    layout = Layout(precision=precision, recompute=given.recompute)
+    one = for_one_rank(config, str(layout), config.device)
     return replace(
         one,
-        data=replace(one.data, drop_last=True),
         train=replace(one.train, batch=batch, steps=gradients, epochs=None),
-        tune=replace(one.tune, weights="wide"),
+        tune=replace(one.tune, weights="wide", search_tiles=False),
     )
 
 
@@ -93,21 +96,24 @@ def _measure(
     training.arranged.train()
     for index, samples in enumerate(training.loader.onward(_EPOCH, 0, gradients)):
         loss = training.forward_backward(training.to_device(samples), training.clock)
-        losses.append(loss.detach().double())
+        losses.append(float(loss))
         found = _take_gradients(parameters)
         group = index % GROUPS
-        squares[group].append(_square(found))
+        squares[group].append(_square(found, losses[-1], step))
+        found = [
+            tensor.cpu() for tensor in found
+        ]  # sums of six groups are more than a device has over
         if sums[group]:
             torch._foreach_add_(sums[group], found)
         else:
             sums[group] = found
         advance()
-    counts = [len(group) for group in squares]
-    products = [
-        [_product(a, b) / (m * n) for b, n in zip(sums, counts, strict=True)]
-        for a, m in zip(sums, counts, strict=True)
-    ]
-    return estimate(squares, products, batch, step, float(torch.stack(losses).mean()))
+    means = {
+        (a, b): _product(sums[a], sums[b]) / (len(squares[a]) * len(squares[b]))
+        for a, b in combinations(range(GROUPS), 2)
+    }
+    products = Products(squares, means, batch, len(training.loader.source))
+    return estimate(products, step, sum(losses) / len(losses))
 
 
 def _take_gradients(parameters: list[torch.nn.Parameter]) -> list[Tensor]:
@@ -122,8 +128,15 @@ def _take_gradients(parameters: list[torch.nn.Parameter]) -> list[Tensor]:
     return found
 
 
-def _square(tensors: list[Tensor]) -> float:
-    return float(torch.stack(norms_of(tensors, torch.float64)).square().sum())
+def _square(tensors: list[Tensor], loss: float, step: int) -> float:
+    square = float(torch.stack(norms_of(tensors, torch.float64)).square().sum())
+    if not math.isfinite(square) or square == 0:
+        kind = "zero" if square == 0 else "not finite"
+        raise UsageError(
+            f"a gradient at step {step} is {kind} (loss {loss:g}), so there is no noise to compare it "
+            "with; give a checkpoint of a training that goes well"
+        )
+    return square
 
 
 def _product(a: list[Tensor], b: list[Tensor]) -> float:

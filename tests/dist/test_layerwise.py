@@ -13,11 +13,15 @@ from torch.nn import functional as F
 
 from ridgeline import rundir
 from ridgeline.config import OptimConfig, RunConfig, dump_config, load_config
+from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout
 from ridgeline.optim.build import build_optimizer
+from ridgeline.parallel.gather import full_state
 from ridgeline.rundir import RunDir
+from ridgeline.train.loop import train_loop
 from ridgeline.train.run import run_training
+from ridgeline.train.setup import build_training
 from ridgeline.verify.run import Verifier
 
 
@@ -194,3 +198,55 @@ def test_saved_and_gone_on_from(
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-12), key
+
+
+def wide_weights(name: str, bucket_mb: str) -> tuple[dict[str, Tensor], list[str]]:
+    """After a few steps of a model that two ranks cannot halve; and in which order its shards lie."""
+    made = build_training(
+        config_of(
+            name, "dp=2,zero=1,tp=2,precision=bf16", f"ddp.bucket_mb={bucket_mb}",
+            f"model.name={__name__}:Odd", "train.batch=8",
+        ),
+        read_rank_env(),
+    )  # fmt: skip
+    for _ in train_loop(made):
+        pass
+    return full_state(made.arranged), [name for flat in made.arranged.flats for name in flat.names]
+
+
+class Odd(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 37)
+        self.blocks = nn.ModuleList(Block(37, size) for size in (0.1, 1.0))
+        self.classes = nn.Linear(37, 5)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_buckets_that_are_cut_elsewhere_change_nothing(ranks: Any, name: str) -> None:
+    """Uneven halves of the weights, and vectors of another type, come in another order on each rank."""
+    expected, _ = ranks(4, wide_weights, name, "25")[0]
+    every = ranks(4, wide_weights, name, "0.0164")
+    assert len({tuple(names) for _, names in every}) > 1, "no case of what is tested here"
+    for key, value in expected.items():
+        torch.testing.assert_close(every[0][0][key], value, rtol=1e-6, atol=1e-7, msg=key)
+
+
+def test_no_trust_is_no_training() -> None:
+    with pytest.raises(UsageError, match=r"optim\.trust=0 would leave every matrix where it is"):
+        build_optimizer(Net(), OptimConfig("lars", trust=0.0), 1.0)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_what_has_no_gradient_stays(name: str) -> None:
+    model = Net()
+    optimizer = build_optimizer(model, config_of(name, "").optim, 0.1)
+    for used in (model.embed, model.classes):  # another set in each step
+        before = [p.detach().clone() for p in model.parameters()]
+        for p in used.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = {id(p) for p in used.parameters()}
+        for p, was in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p, was) == (id(p) not in mine)
