@@ -109,6 +109,14 @@ class Augment:
         rows = to_device(own, inputs.device)
         return inputs.index_select(0, rows), targets.index_select(0, rows)
 
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """What an evaluation does to inputs, without targets and for any number of samples: it is the same
+        for each, so the tables of one serve all, and nothing here depends on how many there are. For a
+        model that is to be called by a program that knows nothing of samples (`export`)."""
+        assert not self._train
+        one = np.zeros(1, dtype=np.int64)
+        return self._change(inputs, self._places(one, 0) if self._moves else None, one, 0)
+
     def _draw(self, step: int, indices: np.ndarray, epoch: int, num: int) -> np.ndarray:
         return keyed_uniform((self._seed, epoch, step), indices, num)
 
