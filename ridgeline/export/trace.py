@@ -46,7 +46,7 @@ def trace(module: nn.Module, tensors: Sequence[Tensor], varying: Sequence[bool])
     try:
         with torch.no_grad(), quiet():
             return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes)
-    except (UsageError, RunError, KeyboardInterrupt):
+    except (UsageError, RunError):
         raise
     except Exception as error:  # torch raises what it likes
         raise explain(error, module, count) from error

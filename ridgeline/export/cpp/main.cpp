@@ -1,6 +1,6 @@
-// Proof on this machine: loads the package, runs the sample that came with it, and compares with what the model
-// gave when it was exported. Exit code 0: the same; 1: not; 2: it could not be tried. Also an example to start
-// from: everything it does with the model is in ridgeline_model.h.
+// Proof on this machine: loads the package, runs the sample that came with it, and compares with what the
+// model gave when it was exported. Exit code 0: the same; 1: not; 2: it could not be tried. Also an example
+// to start from: everything it does with the model is in ridgeline_model.h.
 //
 //     ./check [FOLDER] [GPU]
 #include "ridgeline_model.h"
@@ -14,7 +14,7 @@
 
 namespace {
 
-// A line of check/check.txt: `input NAME TYPE SHAPE` or `output NAME TYPE SHAPE BOUND`, in the package's order.
+// A line of check/check.txt: `input NAME TYPE SHAPE` or `output NAME TYPE SHAPE BOUND`, as in the package.
 struct Sample {
   ridgeline::Port port;
   double bound = 0.0;
@@ -35,7 +35,8 @@ std::vector<Sample> read_samples(const std::string& folder, const std::string& w
     std::ifstream file(path, std::ios::binary);
     if (!file) throw std::invalid_argument("there is no " + path);
     std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-    found.push_back({{name, ridgeline::dtype_of(dtype), ridgeline::read_shape(shape)}, bound, std::move(bytes)});
+    const ridgeline::Port port{name, ridgeline::dtype_of(dtype), ridgeline::read_shape(shape)};
+    found.push_back({port, bound, std::move(bytes)});
   }
   return found;
 }
@@ -90,7 +91,8 @@ int check(const std::string& folder, int device) {
       if (shape[dim] < 0) samples = inputs[place].port.shape.at(dim);
   }
   const auto outputs = model.call(pointers, samples, ridgeline::Memory::host);
-  if (outputs.size() != expected.size()) throw std::invalid_argument("check.txt has another number of outputs");
+  if (outputs.size() != expected.size())
+    throw std::invalid_argument("check.txt has another number of outputs");
   std::vector<std::vector<char>> copies;  // the other way to ask: answers copied to memory of one's own
   std::vector<void*> places;
   for (const auto& output : outputs) copies.emplace_back(output.nbytes());
@@ -108,8 +110,8 @@ int check(const std::string& folder, int device) {
       apart = std::max(largest_difference(numbers(outputs[place]), held), largest_difference(copied, held));
     }
     same = same && apart <= wanted.bound;
-    std::printf("%s: largest difference %.3g, bound %.3g%s\n", wanted.port.name.c_str(), apart, wanted.bound,
-                apart <= wanted.bound ? "" : ": DIFFERS");
+    std::printf("%s: largest difference %.3g, bound %.3g%s\n", wanted.port.name.c_str(), apart,
+                wanted.bound, apart <= wanted.bound ? "" : ": DIFFERS");
   }
   std::printf("%.4g ms a call of %lld samples\n", time_call(model, pointers, samples),
               static_cast<long long>(samples));
@@ -121,6 +123,9 @@ int check(const std::string& folder, int device) {
 int main(int count, char** words) {
   try {
     return check(count > 1 ? words[1] : ".", count > 2 ? std::stoi(words[2]) : -1);
+  } catch (const c10::Error& error) {  // torch's, which has its stack in what()
+    std::fprintf(stderr, "check: %s\n", error.what_without_backtrace());
+    return 2;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "check: %s\n", error.what());
     return 2;

@@ -5,9 +5,9 @@
 //     auto outputs = model.call({field.data()}, samples);       // reads it where it is: no copy
 //     const float* answer = outputs[0].const_data_ptr<float>();  // row by row
 //
-// The package says itself what it takes and gives (inputs(), outputs()); whatever does not fit is refused with
-// a sentence, because the compiled code would read on without a word. Calls from several threads are safe;
-// they run at the same time where `callers` is as large as their number.
+// The package says itself what it takes and gives (inputs(), outputs()); whatever does not fit is refused
+// with a sentence, because the compiled code would read on without a word. Calls from several threads are
+// safe; they run at the same time where `callers` is as large as their number.
 #pragma once
 
 #include <ATen/Tensor.h>
@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -50,7 +51,8 @@ inline at::ScalarType dtype_of(const std::string& name) {
 inline std::vector<int64_t> read_shape(const std::string& text) {
   std::vector<int64_t> shape;
   std::stringstream parts(text == "-" ? "" : text);
-  for (std::string part; std::getline(parts, part, ',');) shape.push_back(part == "*" ? -1 : std::stoll(part));
+  for (std::string part; std::getline(parts, part, ',');)
+    shape.push_back(part == "*" ? -1 : std::stoll(part));
   return shape;
 }
 
@@ -63,11 +65,11 @@ inline std::string show_shape(const std::vector<int64_t>& shape) {
 
 class Model {
  public:
-  // `device` is the GPU's number, of those this process sees; a package for CPUs takes none. `callers` is how
-  // many threads call at the same time.
+  // `device` is the GPU's number, of those this process sees; a package for CPUs passes it over. `callers`
+  // is how many threads call at the same time.
   explicit Model(const std::string& path, int device = -1, size_t callers = 1)
-      : loader_(path, "model", false, callers, static_cast<c10::DeviceIndex>(device)), device_(at::kCPU) {
-    const auto told = loader_.get_metadata();
+      : loader_(load(path, device, callers)), device_(at::kCPU) {
+    const auto told = loader_->get_metadata();
     if (told.find("ridgeline.inputs") == told.end())
       throw std::invalid_argument("ridgeline: " + path + " was not written by `ridgeline export`");
     inputs_ = read_ports(told.at("ridgeline.inputs"));
@@ -83,7 +85,8 @@ class Model {
   // On tensors, one for each of inputs(). What comes back lies row by row in memory.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& tensors) {
     const c10::InferenceMode guard;
-    if (tensors.size() != inputs_.size()) throw std::invalid_argument(wrong_count(tensors.size(), inputs_, "inputs"));
+    if (tensors.size() != inputs_.size())
+      throw std::invalid_argument(wrong_count(tensors.size(), inputs_, "inputs"));
     int64_t samples = -1;
     std::vector<at::Tensor> ready;
     for (size_t place = 0; place < tensors.size(); ++place) {
@@ -91,7 +94,7 @@ class Model {
       // Compiled for rows one after the other on this device; nothing is copied where that is so already.
       ready.push_back(tensors[place].to(device_).contiguous());
     }
-    auto found = loader_.run(ready);
+    auto found = loader_->run(ready);
     for (auto& output : found) output = output.contiguous();
     return found;
   }
@@ -101,7 +104,8 @@ class Model {
   std::vector<at::Tensor> call(
       const std::vector<const void*>& inputs, int64_t samples, Memory memory = Memory::with_model) {
     const c10::InferenceMode guard;
-    if (inputs.size() != inputs_.size()) throw std::invalid_argument(wrong_count(inputs.size(), inputs_, "inputs"));
+    if (inputs.size() != inputs_.size())
+      throw std::invalid_argument(wrong_count(inputs.size(), inputs_, "inputs"));
     std::vector<at::Tensor> tensors;
     for (size_t place = 0; place < inputs.size(); ++place)
       tensors.push_back(view(const_cast<void*>(inputs[place]), sized(inputs_[place].shape, samples),
@@ -117,10 +121,25 @@ class Model {
     const auto found = call(inputs, samples, memory);
     const c10::InferenceMode guard;
     for (size_t place = 0; place < found.size(); ++place)
-      view(outputs[place], found[place].sizes().vec(), found[place].scalar_type(), memory).copy_(found[place]);
+      view(outputs[place], found[place].sizes().vec(), found[place].scalar_type(), memory)
+          .copy_(found[place]);
   }
 
  private:
+  using Loader = torch::inductor::AOTIModelPackageLoader;
+
+  static std::unique_ptr<Loader> load(const std::string& path, int device, size_t callers) {
+    try {
+      const auto index = static_cast<c10::DeviceIndex>(device);
+      return std::make_unique<Loader>(path, "model", false, callers, index);
+    } catch (const c10::Error& error) {
+      // Only the package knows that it is for CPUs, and it refuses to be given a device.
+      const std::string told = error.what_without_backtrace();
+      if (device >= 0 && told.find("runner_cpu") != std::string::npos) return load(path, -1, callers);
+      throw std::invalid_argument("ridgeline: " + path + " could not be loaded: " + told);
+    }
+  }
+
   static std::vector<Port> read_ports(const std::string& text) {
     std::vector<Port> ports;
     std::stringstream lines(text);
@@ -130,8 +149,8 @@ class Model {
   }
 
   static std::string wrong_count(size_t given, const std::vector<Port>& ports, const std::string& what) {
-    std::string text = "ridgeline: " + std::to_string(given) + " " + what + " were given, and the model has " +
-                       std::to_string(ports.size()) + ":";
+    std::string text = "ridgeline: " + std::to_string(given) + " " + what +
+                       " were given, and the model has " + std::to_string(ports.size()) + ":";
     for (const auto& port : ports) text += " " + port.name;
     return text;
   }
@@ -142,7 +161,8 @@ class Model {
   }
 
   static void check(const at::Tensor& tensor, const Port& port, int64_t& samples) {
-    bool fits = tensor.scalar_type() == port.dtype && tensor.dim() == static_cast<int64_t>(port.shape.size());
+    const auto num_dims = static_cast<int64_t>(port.shape.size());
+    bool fits = tensor.scalar_type() == port.dtype && tensor.dim() == num_dims;
     for (size_t dim = 0; fits && dim < port.shape.size(); ++dim) {
       const int64_t size = tensor.size(static_cast<int64_t>(dim));
       if (port.shape[dim] >= 0) {
@@ -160,12 +180,13 @@ class Model {
     }
   }
 
-  at::Tensor view(void* data, const std::vector<int64_t>& shape, at::ScalarType dtype, Memory memory) const {
+  at::Tensor view(
+      void* data, const std::vector<int64_t>& shape, at::ScalarType dtype, Memory memory) const {
     const at::Device where = memory == Memory::host ? at::Device(at::kCPU) : device_;
     return at::from_blob(data, shape, at::TensorOptions().dtype(dtype).device(where));
   }
 
-  torch::inductor::AOTIModelPackageLoader loader_;
+  std::unique_ptr<Loader> loader_;
   at::Device device_;
   std::vector<Port> inputs_, outputs_;
 };
