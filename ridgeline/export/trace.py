@@ -30,7 +30,8 @@ from ridgeline.launch.env import wants_traceback
 _OWN = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 _VALUES = (
-    "use torch.where, torch.clamp or torch.cond in place of `if`, .item(), .tolist() and .numpy()"
+    "use torch.where, torch.clamp or torch.cond in place of `if`, and tensors in place of .numpy() and "
+    ".tolist()"
 )
 _MOST = 160
 """Characters of a message of torch's that are shown; RIDGELINE_TRACEBACK=1 shows it all."""
@@ -83,7 +84,7 @@ def explain(error: Exception, module: nn.Module, batch: int | None) -> RunError:
     if batch is not None and _is_about_batch(error, text):
         return RunError(
             f"the model is made for batches of one size{where}, so a package for any number of samples "
-            f"cannot be had; use --batch {batch}, or write the code with x.shape[0] in place of a number"
+            f"cannot be had; use --batch {batch}, or write x.shape[0] for it in the code, without int()"
         )
     if _is_about_values(error, text):
         return RunError(
