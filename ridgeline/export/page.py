@@ -19,7 +19,7 @@ Written by `ridgeline export`. `model.pt2` is the model with its weights, compil
 |---|---|---|
 {inputs}
 
-| output | type | shape | differs from the model by at most |
+| output | type | shape | rounding allows |
 |---|---|---|---|
 {outputs}
 
@@ -45,7 +45,7 @@ auto outputs = model.call({{{pointers}}}, samples);   // memory of your own, rea
 {answer}
 ```
 
-`call_into` copies the answers to memory of yours, `run` takes tensors. In CMake:
+{memory}`call_into` copies the answers to memory of yours, `run` takes tensors. In CMake:
 `add_subdirectory(THIS_FOLDER model)` and `target_link_libraries(simulation PRIVATE ridgeline_model)`.
 """
 
@@ -65,6 +65,10 @@ def read_me(described: Described, bounds: Mapping[str, Bound]) -> str:
         batch="`batch` is the number of samples, any from 1 on."
         if described.varies
         else "The number of samples is fixed.",
+        memory=""
+        if cpu
+        else "Pointers lead to memory of the GPU; with `ridgeline::Memory::host` as the last argument to\n"
+        "that of the host, which is copied. `Model(path, N)` is for GPU N of those the process sees.\n",
         pointers=", ".join(f"{_word(p.name)}" for p in described.inputs),
         answer=f"const {kind}* answer = outputs[0].const_data_ptr<{kind}>();   // {answer.name}"
         if kind is not None

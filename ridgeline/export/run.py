@@ -154,11 +154,12 @@ def _samples(
 def _build_prepare(config: RunConfig, augment: Augment | None) -> Prepare:
     """What `read_batch` and `build_to_device` do to inputs, for any number of them."""
     adapt = build_adapt(config)
+    change = augment.alone() if augment is not None else None
 
     def prepare(inputs: Inputs) -> Inputs:
-        if augment is not None:
+        if change is not None:
             assert isinstance(inputs, Tensor)
-            inputs = augment.prepare(inputs)
+            inputs = change(inputs)
         return change_each(inputs, adapt)
 
     return prepare

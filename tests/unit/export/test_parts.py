@@ -7,10 +7,14 @@ from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ridgeline.augmenting import AugmentConfig
+from ridgeline.data.augment.apply import build_augment
+from ridgeline.data.source import SourceInfo
 from ridgeline.errors import RunError, UsageError
 from ridgeline.export.check import compare, difference, exact_outputs, find_bounds
 from ridgeline.export.deployed import Deployed, flatten_outputs, input_names
@@ -99,6 +103,32 @@ def test_what_is_no_number_is_a_difference_unless_in_both() -> None:
     assert difference(torch.tensor([3]), torch.tensor([5])) == 2.0
     assert difference(torch.empty(0), torch.empty(0)) == 0.0
     assert difference(torch.tensor([1j]), torch.tensor([1 + 1j])) == 1.0
+
+
+@pytest.mark.parametrize("crop", ["none", "centre", "padded", "resized"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.float32])
+def test_inputs_alone_are_prepared_as_in_evaluation(crop: str, dtype: torch.dtype) -> None:
+    """Bit for bit, for any number of samples, and with nothing in the tables that depends on it."""
+    config = AugmentConfig(
+        crop=crop,
+        size=(6, 5) if crop != "none" else (),
+        mean=(0.4, 0.1),
+        std=(0.2,),
+        flip_vertical=0.5,
+    )
+    info = SourceInfo((2, 9, 8), dtype, (), torch.int64, 3, "classify")
+    augment = build_augment(config, info, seed=0, train=False)
+    assert augment is not None
+    alone = augment.alone()
+    for count in (1, 4):
+        stored = (torch.rand(count, 2, 9, 8) * 255).to(dtype)
+        rows = np.arange(count)
+        expected, _ = augment(stored, torch.zeros(count).long(), rows, 0, rows, rows)
+        assert torch.equal(alone(stored), expected)
+    program = trace(Deployed(nn.Flatten(), alone, stored, widen=True), [stored], [True])
+    assert varying_dims(program) == [[True, False]]
+    fewer = stored[:3].clone()
+    assert torch.equal(program.module()(fewer)[0], alone(fewer).flatten(1))
 
 
 def test_text_form() -> None:
