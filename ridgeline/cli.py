@@ -23,6 +23,7 @@ from ridgeline import cli_jobs as jobs
 from ridgeline.cli_checkpoint import checkpoint_app
 from ridgeline.cli_data import data_app
 from ridgeline.cli_doctor import doctor
+from ridgeline.cli_export import export
 from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
@@ -57,6 +58,7 @@ app.add_typer(machine_app, name="machine")
 app.add_typer(plan_app, name="plan")
 app.add_typer(scale_app, name="scale")
 app.command()(doctor)
+app.command()(export)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=0.1")

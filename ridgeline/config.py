@@ -391,9 +391,11 @@ def _find_place(recipe: Path | None, overrides: Sequence[str], key: str) -> str:
     return "" if line is None else f"{recipe}:{line}"
 
 
-def parse_config(text: str, place: str) -> RunConfig:
-    """What `dump_config` wrote; `place` is where it was found."""
+def parse_config(text: str, place: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """What `dump_config` wrote, with dotted overrides; `place` is where it was found."""
     values = _parse_yaml(text, place)
+    for override in overrides:
+        _apply_override(values, override)
     config: RunConfig = build_typed(RunConfig, values, "", leaves(to_plain(RunConfig())))
     _check_values(config)
     return config

@@ -57,7 +57,7 @@ from ridgeline.train.staging import Staging, stage_data
 from ridgeline.train.step import ForwardBackward
 from ridgeline.train.tasks import Task, build_task, check_target
 
-_DTYPES = {
+DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bfloat16": torch.bfloat16,
@@ -180,7 +180,7 @@ def _build_on(
     model_facts = _count(config, info, task)
     mesh = join()
     env = mesh.env
-    model = _build_weights(config, device, "" if resumes else config.model.weights)
+    model = build_weights(config, device, "" if resumes else config.model.weights)
     example = _example(config, info, device)
     loss = choose_loss(model, task, config.tune, layout, example)
     arranged = arrange(
@@ -197,7 +197,7 @@ def _build_on(
     )
     clock = build_clock(device)
     ignored = IgnoredTargets(task, config.data.source)
-    to_device = ignored.watching(_build_to_device(config, device))
+    to_device = ignored.watching(build_to_device(config, device))
     loader, eval_loader = _build_loaders(config, layout, mesh, sources, changes)
     num_steps = count_steps(config, len(loader))
     rate, note = scale_lr(
@@ -356,20 +356,21 @@ def _example(
     config: RunConfig, info: SourceInfo, device: torch.device
 ) -> tuple[Tensor, ...] | dict[str, Tensor]:
     """Two samples of zeros, for techniques that have to watch the model run."""
-    dtype = _DTYPES[config.model.dtype]
+    dtype = DTYPES[config.model.dtype]
     inputs = change_each(
         info.zeros(2, device), lambda x: x.to(dtype) if x.is_floating_point() else x
     )
     return (inputs,) if isinstance(inputs, Tensor) else inputs
 
 
-def _build_weights(config: RunConfig, device: torch.device, weights: str) -> nn.Module:
-    """The model with its initial weights, which depend on the seed alone, or are those of a file."""
+def build_weights(config: RunConfig, device: torch.device, weights: str) -> nn.Module:
+    """The model with its initial weights, which depend on the seed alone, or are those of a file. Also
+    called by `export`, which fills it from a checkpoint."""
     torch.manual_seed(config.train.seed)
     # Ours are made on the device at once; a user's constructor may need the CPU (`x.numpy()`).
     with device if config.model.name in MODELS else nullcontext():
         model = build_model(config.model.name, **config.model.args)
-    _convert(model.to(device), _DTYPES[config.model.dtype])
+    convert(model.to(device), DTYPES[config.model.dtype])
     if weights:
         load_weights(model, Path(weights))
     if config.model.channels_last:
@@ -387,7 +388,7 @@ def _build_weights(config: RunConfig, device: torch.device, weights: str) -> nn.
     return model
 
 
-def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+def convert(model: nn.Module, dtype: torch.dtype) -> None:
     """As `model.to(dtype)`, which would take the imaginary part away from complex weights: they become
     complex numbers of the same kind, or of single precision where there are none."""
     pairs = torch.complex128 if dtype is torch.float64 else torch.complex64
@@ -400,10 +401,9 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     model._apply(one)
 
 
-def _build_to_device(config: RunConfig, device: torch.device) -> Callable[[Batch], Batch]:
-    """How a batch gets to the device, where it is brought to the model's type and memory order: what
-    files hold in half the bytes is copied in half the bytes."""
-    dtype = _DTYPES[config.model.dtype]
+def build_adapt(config: RunConfig) -> Callable[[Tensor], Tensor]:
+    """How a tensor of a batch gets the model's type and memory order."""
+    dtype = DTYPES[config.model.dtype]
 
     def adapt(value: Tensor) -> Tensor:
         if not value.is_floating_point():
@@ -411,6 +411,14 @@ def _build_to_device(config: RunConfig, device: torch.device) -> Callable[[Batch
         if config.model.channels_last and value.dim() == 4:
             value = value.contiguous(memory_format=torch.channels_last)
         return value.to(dtype)
+
+    return adapt
+
+
+def build_to_device(config: RunConfig, device: torch.device) -> Callable[[Batch], Batch]:
+    """How a batch gets to the device, where it is brought to the model's type and memory order: what
+    files hold in half the bytes is copied in half the bytes."""
+    adapt = build_adapt(config)
 
     def to_device(batch: Batch) -> Batch:
         batch = batch.to(device).settle()

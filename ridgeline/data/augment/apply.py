@@ -7,6 +7,8 @@ Built by `build_augment` for the loader.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 from ridgeline.augmenting import AugmentConfig
 from ridgeline.data.augment import colour, geometry, mix
 from ridgeline.data.augment.check import check_augment
-from ridgeline.data.augment.geometry import Places, to_device, widen
+from ridgeline.data.augment.geometry import KeptTables, Places, Put, to_device, widen
 from ridgeline.data.keyed import keyed_uniform
 from ridgeline.data.source import SourceInfo
 from ridgeline.errors import UsageError
@@ -63,6 +65,7 @@ class Augment:
             (name, change) for name, change in _COLOURS if train and getattr(config, name) > 0
         ]
         self._decode, self._normalise = self._build_affine()
+        self._put: Put = to_device
 
     @property
     def does_something(self) -> bool:
@@ -108,6 +111,17 @@ class Augment:
             return inputs, targets
         rows = to_device(own, inputs.device)
         return inputs.index_select(0, rows), targets.index_select(0, rows)
+
+    def alone(self) -> Callable[[Tensor], Tensor]:
+        """What an evaluation does to inputs, without targets and for any number of samples: it is the same
+        for each, so the tables of one serve all, and nothing depends on how many there are. For a model
+        that is to be called by a program that knows nothing of samples (`export`)."""
+        assert not self._train
+        mine = copy.copy(self)
+        mine._put = KeptTables()
+        one = np.zeros(1, dtype=np.int64)
+        places = mine._places(one, 0) if mine._moves else None
+        return lambda inputs: mine._change(inputs, places, one, 0)
 
     def _draw(self, step: int, indices: np.ndarray, epoch: int, num: int) -> np.ndarray:
         return keyed_uniform((self._seed, epoch, step), indices, num)
@@ -162,15 +176,15 @@ class Augment:
         if is_labels:
             if places is None:
                 return targets
-            return geometry.take(targets.unsqueeze(1), places).squeeze(1)
+            return geometry.take(targets.unsqueeze(1), places, self._put).squeeze(1)
         moved = self._move(targets, places)
         return self._scaled(self._scaled(moved, self._decode), self._normalise)
 
     def _move(self, x: Tensor, places: Places | None) -> Tensor:
         """Cropped and flipped, as float32 in memory of its own."""
         if places is not None and places.resizes:
-            return geometry.blend(x, places)
-        moved = x if places is None else geometry.take(x, places)
+            return geometry.blend(x, places, self._put)
+        moved = x if places is None else geometry.take(x, places, self._put)
         return widen(moved) if moved is x or moved.dtype != torch.float32 else moved
 
     # Values
@@ -207,7 +221,7 @@ class Augment:
         if affine is None:
             return x
         shape = (1, -1, *[1] * (x.dim() - 2))
-        factor, summand = to_device(affine, x.device).float().view(2, *shape).unbind(0)
+        factor, summand = self._put(affine, x.device).float().view(2, *shape).unbind(0)
         return x.mul_(factor).add_(summand)
 
     # Pairs

@@ -9,6 +9,7 @@ Shapes: N samples, C channels, H and W of the sample, Y and X of the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,7 +113,25 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def take(x: Tensor, places: Places) -> Tensor:
+Put = Callable[[np.ndarray, torch.device], Tensor]
+"""How a table gets to the device: `to_device`, or `KeptTables`."""
+
+
+class KeptTables:
+    """`to_device` that gives the same tensor for the same table. A program that is traced then has its
+    tables among its constants, on the device, in place of a copy from the host in every call."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+
+    def __call__(self, array: np.ndarray, device: torch.device) -> Tensor:
+        key = (array.dtype.str, array.shape, array.tobytes(), device)
+        if key not in self._kept:
+            self._kept[key] = to_device(array, device)
+        return self._kept[key]
+
+
+def take(x: Tensor, places: Places, put: Put = to_device) -> Tensor:
     """The nearest pixels of (N, C, H, W), in the type they have; padding is 0.
 
     The tensor itself comes back where every pixel stays.
@@ -125,17 +144,17 @@ def take(x: Tensor, places: Places) -> Tensor:
             continue
         inside = (lines >= 0) & (lines < x.shape[dim])
         index = np.where(inside, lines, 0)
-        x = _lines_of(x, dim, to_device(index, x.device))
+        x = _lines_of(x, dim, put(index, x.device))
         if not inside.all():
-            x = x.masked_fill(~_along(to_device(inside, x.device), dim), 0)
+            x = x.masked_fill(~_along(put(inside, x.device), dim), 0)
     return x.view(stored) if stored == torch.uint16 else x
 
 
-def blend(x: Tensor, places: Places) -> Tensor:
+def blend(x: Tensor, places: Places, put: Put = to_device) -> Tensor:
     """Bilinear: the pixels of (N, C, H, W) between the lines, as float32."""
     for dim, lines in ((2, places.rows), (3, places.columns)):
-        low, high = (to_device(table, x.device) for table in (lines.low, lines.high))
-        weight = _along(to_device(lines.weight, x.device), dim)
+        low, high = (put(table, x.device) for table in (lines.low, lines.high))
+        weight = _along(put(lines.weight, x.device), dim)
         first = widen(_lines_of(x, dim, low))
         step = widen(_lines_of(x, dim, high)).sub_(first)
         # Not lerp: a device may round that once and another twice.

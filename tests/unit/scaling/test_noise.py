@@ -244,7 +244,8 @@ def test_weights_come_from_the_checkpoint_alone(run: Path) -> None:
 
 def test_what_is_asked_wrongly(run: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"60 gradients of 64 samples each need 3840 samples, and .* has 3000; take"
+        UsageError,
+        match=r"60 gradients of 64 samples each need 3840 samples, and .* has 3000; take",
     ):
         measure_noise(config_of(), [], 64, 60)
     with pytest.raises(
