@@ -102,6 +102,7 @@ LAYOUTS = (
 REFUSED = {"dp=2,zero=3": "cannot shard; use zero=2", "dp=2,compress=bf16": "leave compress out"}
 
 
+@pytest.mark.table(keep=9)
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("precision", ["float64", "bf16"])
 def test_proved(verifier: Verifier, text: str, precision: str) -> None:

@@ -168,6 +168,7 @@ def verifier(request: pytest.FixtureRequest) -> Any:
     made.close()
 
 
+@pytest.mark.table(keep=12)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_proved(verifier: Verifier, text: str) -> None:
     row = verifier.check(Layout.parse(text))

@@ -80,6 +80,7 @@ def losses(how: str, layout: str) -> list[float]:
     return training.mesh.sum_over_data(shares).tolist()
 
 
+@pytest.mark.table(keep=10)
 @pytest.mark.parametrize("how", ["plain", "reentrant", "nested"])
 @pytest.mark.parametrize(
     "layout",

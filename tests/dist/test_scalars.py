@@ -93,6 +93,7 @@ def verifier() -> Any:
     made.close()
 
 
+@pytest.mark.table(keep=10)
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("precision", ["float64", "bf16"])
 def test_proved(verifier: Verifier, text: str, precision: str) -> None:

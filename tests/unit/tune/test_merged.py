@@ -155,6 +155,7 @@ def test_loss_and_gradients_are_the_same(kind: str, recompute: str, narrow: bool
     assert [n for n, _ in model.named_modules()] == [n for n, _ in other.named_modules()]
 
 
+@pytest.mark.table(keep=6)
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize(
     ("recompute", "narrow"),
@@ -451,6 +452,7 @@ def test_in_fp8_it_rounds_no_worse(scaling: str, kind: str) -> None:
     assert torch.tensor(ratios).median(0).values.max() < 1.3
 
 
+@pytest.mark.table(keep=4)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_in_fp8_it_compiles_and_is_recomputed(recompute: str, compiled: bool) -> None:
