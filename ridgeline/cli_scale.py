@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +68,7 @@ def _find(what: str, overrides: list[str], every: bool) -> tuple[RunConfig, list
     """The configuration, and the checkpoints that are looked at."""
     from ridgeline.checkpoint.find import find_all
     from ridgeline.checkpoint.manifest import read_manifest
-    from ridgeline.config import find_recipe, load_config
+    from ridgeline.config import find_recipe, load_config, parse_config
 
     path = Path(what)
     if not path.is_dir():
@@ -78,12 +77,14 @@ def _find(what: str, overrides: list[str], every: bool) -> tuple[RunConfig, list
         return load_config(find_recipe(what), overrides).config, []
     found = find_all(path)
     found = found if every else found[-1:]
-    with tempfile.TemporaryDirectory() as folder:
-        made = (
-            Path(folder) / "config.yaml"
-        )  # as the checkpoint has it: a run may have gone on otherwise
-        made.write_text(read_manifest(found[-1]).config, encoding="utf-8")
-        return load_config(made, overrides).config, found
+    # As the checkpoint has it: a run may have gone on with other settings.
+    text, place = read_manifest(found[-1]).config, f"the configuration in {found[-1]}"
+    if not text:
+        raise UsageError(
+            f"{found[-1]} was saved by a loop of its own and names no model that could be built; "
+            "give a run of `ridgeline train`"
+        )
+    return parse_config(text, place, overrides), found
 
 
 @contextmanager
