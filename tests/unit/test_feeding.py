@@ -250,7 +250,7 @@ def test_readers_of_a_source_that_waits_add_up(kind: str) -> None:
 
 @pytest.mark.parametrize("num_samples", [7, 20, 55])
 def test_short_epochs_are_repeated(num_samples: int) -> None:
-    found = measure_supply(Loader(SleepySource(0.005, num_samples), batch=20), 0.1)
+    found = measure_supply(Loader(SleepySource(0.005, num_samples), batch=20), 0.6)
     assert found.num_samples > num_samples
     assert found.samples_per_s <= 20 / 0.005 * 1.5
 
@@ -258,7 +258,7 @@ def test_short_epochs_are_repeated(num_samples: int) -> None:
 def test_files_are_dropped_before_every_epoch() -> None:
     calls = []
     loader = Loader(SleepySource(0.005, 80), batch=20)
-    found = measure_supply(loader, 0.1, lambda: calls.append(1))
+    found = measure_supply(loader, 0.6, lambda: calls.append(1))
     assert len(calls) > 1
     assert found.num_samples <= 40 * len(calls)
 
