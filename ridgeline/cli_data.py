@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.cli_shared import ended_in_order, num_cores, require_torch
+from ridgeline.cli_shared import counting_bar, ended_in_order, num_cores, require_torch
 from ridgeline.errors import RunError, UsageError, unknown_word
 
 if TYPE_CHECKING:
-    from ridgeline.data.pack import Packed, Samples, Told
+    from ridgeline.data.pack import Packed, Samples
 
 data_app = typer.Typer(
     help="Pack, check, stage and time the data of a training.", no_args_is_help=True
@@ -95,7 +93,7 @@ def pack(
     left = [part for part in parts if not was_packed(*part, FORMATS[form])]
     for samples, place in left or parts:
         try:
-            with ended_in_order(), _bar() as tell:
+            with ended_in_order(), counting_bar() as tell:
                 done = write(samples, place, FORMATS[form], tell=tell, **options)
         except KeyboardInterrupt:
             raise RunError(
@@ -147,7 +145,7 @@ def unpack(source: SomeData, target: Path, processes: Processes = None) -> None:
     from ridgeline.data.pack import unpack as write
     from ridgeline.data.work import default_processes
 
-    with _bar() as tell:
+    with counting_bar() as tell:
         number = write(
             open_dataset(source, check="always"),
             target,
@@ -208,7 +206,7 @@ def verify(source: SomeData, processes: Processes = None, as_json: Json = False)
     from ridgeline.data.work import default_processes
 
     dataset = open_dataset(source)
-    with _bar() as tell:
+    with counting_bar() as tell:
         bad = check(dataset, processes or default_processes(), tell)
     lost = sum(damage.num_lost for damage in bad)
     if as_json:
@@ -319,7 +317,7 @@ def bench(
     )
     try:
         told = telling_places(find_recipe(recipe), overrides or [])
-        with told, ended_in_order(), _bar() as tell:
+        with told, ended_in_order(), counting_bar() as tell:
             found = measure(config, choice, tell)
     except KeyboardInterrupt:
         raise RunError(
@@ -333,37 +331,3 @@ def _read_workers(text: str) -> tuple[int, ...]:
     if not all(number.isdecimal() for number in numbers):
         raise UsageError(f"{text!r} in --workers is no list of numbers; write for example 0,1,2,4")
     return tuple(sorted({int(number) for number in numbers}))
-
-
-@contextmanager
-def _bar() -> Iterator[Told]:
-    """A progress bar on the terminal; nothing where there is none."""
-    # Ctrl-C is to find the way out: the bar hides the cursor, and processes have to be stopped.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        tasks: dict[str, Any] = {}
-
-        def tell(what: str, done: int, of: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=of)
-            bar.update(tasks[what], completed=done)
-
-        yield tell

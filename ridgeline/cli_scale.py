@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ridgeline.cli_shared import require_torch
+from ridgeline.cli_shared import counting_bar, require_torch
 from ridgeline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,8 +52,11 @@ def noise(
     from ridgeline.scaling.noise import show
     from ridgeline.scaling.noise_run import measure_noise
 
-    with _bar(gradients * max(len(checkpoints), 1)) as advance:
-        found = measure_noise(config, checkpoints, size, gradients, advance)
+    total, done = gradients * max(len(checkpoints), 1), itertools.count(1)
+    with counting_bar() as tell:
+        found = measure_noise(
+            config, checkpoints, size, gradients, lambda: tell("gradients", next(done), total)
+        )
     if as_json:
         rows = [dataclasses.asdict(one) | {"scale": one.scale} for one in found]
         typer.echo(json.dumps({"batch": config.train.batch, "found": rows}, indent=1))
@@ -85,24 +86,3 @@ def _find(what: str, overrides: list[str], every: bool) -> tuple[RunConfig, list
             "give a run of `ridgeline train`"
         )
     return parse_config(text, place, overrides), found
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on the terminal; nothing where there is none."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (TextColumn("gradients"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("gradients", total=total)
-        yield lambda: bar.advance(task)

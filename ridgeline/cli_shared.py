@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -144,3 +144,37 @@ def ended_in_order() -> Iterator[None]:
     finally:
         for number, handler in zip(known, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def counting_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on the terminal: what, how many are done, of how many. Nothing where there is none."""
+    # Ctrl-C is to find the way out: the bar hides the cursor, and processes have to be stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=of)
+            bar.update(tasks[what], completed=done)
+
+        yield tell

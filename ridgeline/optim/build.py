@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ridgeline.config import OptimConfig
 from ridgeline.errors import UsageError, unknown_word
-from ridgeline.optim.layerwise import LAYERWISE, Whole
+from ridgeline.optim.layerwise import LAYERWISE, Whole, build_layerwise
 
 _FUSED_DEVICES = ("cuda", "cpu")
 _WHOLE_ONLY = ("sgd",)
@@ -88,7 +88,7 @@ def build_optimizer(
     groups = decay_groups(trainables, config)
     if config.name in LAYERWISE:
         scaled = [t.parameter for t in trainables if t.num_dims > 1]
-        return LAYERWISE[config.name](groups, lr, config, scaled, whole, parameters)
+        return build_layerwise(groups, lr, config, scaled, whole, parameters)
     return OPTIMIZERS[config.name](groups, lr, config, fused)
 
 

@@ -11,6 +11,7 @@ none) are not scaled. Called by `build.py`.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class _Row:
     column: int
 
 
-class Layerwise(Optimizer):
+class Layerwise(Optimizer, ABC):
     """What the two have in common. `scaled` are the parameters whose updates are; `whole`: see `Whole`."""
 
     moments: tuple[str, ...] = ()
@@ -90,22 +91,23 @@ class Layerwise(Optimizer):
         assert parameter.grad is not None
         return _Row(_plain(parameter), _plain(parameter.grad), own, self._columns[id(parameter)])
 
+    @abstractmethod
     def _directions(self, group: dict[str, Any], rows: list[_Row]) -> list[Tensor]:
         """What weights would move along, before a layer's ratio; new tensors."""
-        raise NotImplementedError
 
-    def _size(self, group: dict[str, Any], weight: Tensor, other: Tensor) -> Tensor:
-        """The ratio from the norms of weights and of what is compared with them."""
-        raise NotImplementedError
-
+    @abstractmethod
     def _compared(self, rows: list[_Row], directions: list[Tensor]) -> list[Tensor]:
         """The tensors whose norms weights are compared with."""
-        raise NotImplementedError
 
+    @abstractmethod
+    def _size(self, group: dict[str, Any], weight: Tensor, other: Tensor) -> Tensor:
+        """The ratio from the norms of weights and of what is compared with them."""
+
+    @abstractmethod
     def _apply(
         self, group: dict[str, Any], rows: list[_Row], directions: list[Tensor], ratios: Tensor
     ) -> None:
-        raise NotImplementedError
+        """Move the weights, each along its direction times its ratio."""
 
     def _ratios(self, found: list[tuple[dict[str, Any], list[_Row], list[Tensor]]]) -> Tensor:
         """One for each parameter of this rank; no device is waited for."""
@@ -225,7 +227,10 @@ class Lamb(Layerwise):
         torch._foreach_add_([row.weight for row in rows], directions, alpha=-float(group["lr"]))
 
 
-def build_lars(
+LAYERWISE: dict[str, type[Layerwise]] = {"lars": Lars, "lamb": Lamb}
+
+
+def build_layerwise(
     groups: list[dict[str, Any]],
     lr: float,
     config: OptimConfig,
@@ -233,34 +238,15 @@ def build_lars(
     whole: Whole | None,
     order: list[nn.Parameter],
 ) -> Optimizer:
-    if config.trust <= 0:
+    """The one that `config` names, over `groups`; for the rest see `Layerwise`."""
+    if config.name == "lars" and config.trust <= 0:
         raise UsageError(
             f"optim.trust={config.trust:g} would leave every matrix where it is; 0.001 is usual"
         )
-    defaults = {
-        "lr": lr,
-        "momentum": config.momentum,
-        "nesterov": config.nesterov,
-        "trust": config.trust,
-        "eps": config.eps,
-        "weight_decay": 0.0,
-    }
-    return Lars(groups, defaults, scaled, whole, order)
-
-
-def build_lamb(
-    groups: list[dict[str, Any]],
-    lr: float,
-    config: OptimConfig,
-    scaled: list[nn.Parameter],
-    whole: Whole | None,
-    order: list[nn.Parameter],
-) -> Optimizer:
-    defaults = {"lr": lr, "betas": config.betas, "eps": config.eps, "weight_decay": 0.0}
-    return Lamb(groups, defaults, scaled, whole, order)
-
-
-LAYERWISE = {"lars": build_lars, "lamb": build_lamb}
+    read = ("momentum", "nesterov", "trust") if config.name == "lars" else ("betas",)
+    own = {name: getattr(config, name) for name in read}
+    defaults = {"lr": lr, "eps": config.eps, "weight_decay": 0.0, **own}
+    return LAYERWISE[config.name](groups, defaults, scaled, whole, order)
 
 
 def _plain(tensor: Tensor) -> Tensor:
