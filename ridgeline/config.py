@@ -106,6 +106,9 @@ class TrainConfig:
     """Passes over the data; the run ends at `epochs` or at `steps`, whichever comes first."""
     steps: int | None = None
     """Optimizer steps."""
+    stop_after: float = 1.0
+    """Share of the run after which it evaluates, saves and ends, to be gone on with: schedules are those of
+    the whole run."""
     lr: float = 1e-3
     """Learning rate at the reference batch."""
     reference_batch: int | None = None
@@ -498,7 +501,7 @@ def _apply_override(values: dict[str, Any], text: str) -> str:
         values["layout"] = override_text(before, key.removeprefix("layout."), value_text, "layout")
         return "layout"
     try:
-        value = yaml.load(value_text, Loader=_Loader) if value_text.strip() else None
+        value = read_value(value_text) if value_text.strip() else None
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"override {text!r}: the value is not valid YAML") from error
     node: dict[str, Any] = values
@@ -512,6 +515,11 @@ def _apply_override(values: dict[str, Any], text: str) -> str:
         node = node[parent]
     node[last] = value
     return key
+
+
+def read_value(text: str) -> Any:
+    """One value, as an override has it."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def needs_evaluation(config: RunConfig) -> str:
@@ -548,6 +556,11 @@ def _check_values(config: RunConfig) -> None:
             raise UsageError(f"{key} is not set; every recipe names a model and a source", key=key)
     if config.train.epochs is None and config.train.steps is None:
         raise UsageError("neither train.epochs nor train.steps is set, so the run would never end")
+    if not 0 < config.train.stop_after <= 1:
+        raise UsageError(
+            f"train.stop_after={config.train.stop_after} is no share of the run: from above 0 to 1",
+            key="train.stop_after",
+        )
     if config.train.eval_samples == 0 and config.train.target:
         raise UsageError(
             "train.target is set but train.eval_samples=0 never evaluates; leave one of them out",

@@ -311,6 +311,10 @@ class RunDir:
         """One JSON line more in a file of this run."""
         _append_line(self.file(name), value)
 
+    def lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """The whole JSON lines of a file of this run."""
+        return _read_lines(self.file(name))
+
     def num_unwritten(self) -> int:
         """Bytes of this run's records that the disk has not taken so far."""
         with _WRITING:

@@ -324,3 +324,48 @@ def rank_chart(bars: Sequence[RankBar], *, title: str) -> str:
         f'<svg class="ranks" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
     )
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One point of a scatter plot, with what is said when the mouse is over it."""
+
+    x: float
+    y: float
+    label: str
+    colour: int = 0
+
+
+def scatter_chart(
+    dots: Sequence[Dot],
+    *,
+    title: str,
+    x_label: str,
+    log_x: bool = False,
+    x_names: Sequence[str] = (),
+) -> str:
+    """Points over an axis of numbers, or of `x_names` where x counts those."""
+    width, height = _HALF
+    if not dots:
+        return ""
+    x_range = (-0.5, len(x_names) - 0.5) if x_names else _range([d.x for d in dots], log_x, False)
+    x = _Scale(*x_range, _LEFT, width - _RIGHT, log_x)
+    y = _Scale(*_range([d.y for d in dots], False, False), height - _BOTTOM, _TOP)
+    ticks = [] if x_names else log_ticks(x.low, x.high) if log_x else nice_ticks(x.low, x.high, 6)
+    names = "".join(
+        f'<text class="tick" x="{x(i):.1f}" y="{y.start + 16:.0f}" text-anchor="middle">'
+        f"{escape(name)}</text>"
+        for i, name in enumerate(x_names)
+    )
+    drawn = "".join(
+        f'<circle class="fill c{d.colour % NUM_COLOURS}" cx="{x(d.x):.1f}" cy="{y(d.y):.1f}" r="4">'
+        f"<title>{escape(d.label)}</title></circle>"
+        for d in dots
+    )
+    return (
+        f'<figure class="chart"><figcaption>{escape(title)}</figcaption>'
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">'
+        f"{_axes(x, y, ticks, nice_ticks(y.low, y.high))}{names}{drawn}"
+        f'<text class="tick" x="{(x.start + x.stop) / 2:.0f}" y="{height - 4:.0f}" '
+        f'text-anchor="middle">{escape(x_label)}</text></svg></figure>'
+    )

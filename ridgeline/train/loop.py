@@ -18,12 +18,12 @@ from ridgeline.train.step import StepResult, run_step
 
 
 def train_loop(training: Training, start: Position | None = None) -> Iterator[StepResult]:
-    """The steps from `start` to `training.num_steps`, over as many epochs as that takes."""
+    """The steps from `start` to `training.last_step`, over as many epochs as that takes."""
     position, clock = start or Position(), training.clock
     per_epoch = len(training.loader)
     training.arranged.train()
     clock.start()
-    left = max(0, training.num_steps - position.step)
+    left = max(0, training.last_step - position.step)
     if not left:
         return
     for moving in training.feed(training.loader.onward(position.epoch, position.batch, left)):

@@ -120,6 +120,8 @@ class _Session:
         self.reached = False
         self.stopped = ""
         """The signal that ended it before its time."""
+        self.paused = False
+        """Whether it ended where `train.stop_after` says, to be gone on with."""
         self.num_skipped = 0
         self.last: StepRecord | None = None
 
@@ -157,6 +159,9 @@ class _Session:
             if beat.stop and result.step < self.training.num_steps:
                 self.stopped = beat.stop
                 break
+        self.paused = (
+            not (self.reached or self.stopped) and self.position.step < self.training.num_steps
+        )
         self.alive.close()
 
     def save_all(self) -> None:
@@ -170,11 +175,11 @@ class _Session:
                 f"{self.num_skipped} samples could not be read and were skipped; events.jsonl has them"
             )
         with self.alive.watch.during("save"):
-            if self.config.checkpoint.at_end or self.stopped:
+            if self.config.checkpoint.at_end or self.stopped or self.paused:
                 self.log.saves(self.checkpoints.save(self.position, wait=True))
             self.log.saves(self.checkpoints.outcomes(wait=True))
             self.checkpoints.release()
-            if self.config.log.weights and not self.stopped:
+            if self.config.log.weights and not (self.stopped or self.paused):
                 self._save_weights()
             self.checkpoints.close()
         if (
@@ -199,8 +204,13 @@ class _Session:
         """After all went well: the ranks part, and rank 0 says how it ended."""
         close_mesh(self.training.mesh)
         loss = self.last.loss if self.last else None
-        if self.main_run is not None and self.stopped:
-            self.main_run.add_event("stopped", signal=self.stopped, step=self.position.step)
+        if self.main_run is not None and (self.stopped or self.paused):
+            asked = (
+                {"share": self.config.train.stop_after} if self.paused else {"signal": self.stopped}
+            )
+            self.main_run.add_event("stopped", **asked, step=self.position.step)
+            if self.paused:
+                _finish_records(self.main_run, None, self.alive.watch)
         elif self.main_run is not None:
             self.main_run.add_event(
                 "end",
@@ -246,7 +256,7 @@ class _Session:
         return True
 
     def _evaluation_due(self, result: StepResult) -> bool:
-        if result.step == self.training.num_steps:
+        if result.step == self.training.last_step:
             return True
         every = self.config.train.eval_every
         return result.step % every == 0 if every else result.ends_epoch

@@ -6,6 +6,7 @@ technique is in use. Called by `run.py` and by benchmarks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -98,6 +99,12 @@ class Training:
     """One more, once batches have shown it."""
     staging: Staging = field(default_factory=Staging)
     """Copies of the data on this node's disk."""
+
+    @property
+    def last_step(self) -> int:
+        """Where this process ends: `num_steps`, or the share of them that is asked for now."""
+        share = self.config.train.stop_after
+        return min(self.num_steps, max(1, math.ceil(self.num_steps * share - 1e-6)))
 
     @property
     def model(self) -> nn.Module:

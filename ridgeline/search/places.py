@@ -1,0 +1,204 @@
+"""Where trials run: each is a `ridgeline train` of its own, here on a share of the devices and cores, or as
+a job of the scheduler that is there. Imports without torch; called by `run.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ridgeline.errors import Requeue, RunError
+from ridgeline.launch.job import RECORD
+from ridgeline.launch.rank import end_with_parent
+from ridgeline.launch.records import JobRecord, find_record
+from ridgeline.launch.schedulers.table import SCHEDULERS, find_scheduler
+
+STOP_S = 60.0
+"""Seconds that trials get to save what they have before they are killed."""
+_ASK_S = 5.0
+"""Between two questions to a scheduler about one job."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a trial's run ended: `done`, `stopped` before its time and able to go on, or `failed`."""
+
+    how: str
+    words: str = ""
+
+
+class Running(Protocol):
+    def poll(self) -> Ended | None: ...
+
+    def stop(self) -> bool:
+        """Ask for an end, with what was trained saved; whether that is to be waited for."""
+
+    def kill(self) -> None: ...
+
+
+class Places(Protocol):
+    @property
+    def count(self) -> int:
+        """Trials that run at a time."""
+
+    def start(self, words: Sequence[str], run: Path, log: Path) -> Running:
+        """`ridgeline WORDS`, which trains in `run`; what it prints goes to `log`."""
+
+
+@dataclass
+class _Process:
+    process: subprocess.Popen[bytes]
+    log: Path
+    places: Local
+    slot: int
+    over: bool = False
+
+    def poll(self) -> Ended | None:
+        code = self.process.poll()
+        if code is None:
+            return None
+        if not self.over:
+            self.over = True
+            self.places.free.insert(0, self.slot)
+        if code == 0:
+            return Ended("done")
+        how = "stopped" if code in (Requeue.exit_code, -signal.SIGTERM) else "failed"
+        return Ended(how, last_words(self.log) or f"exit code {code}")
+
+    def stop(self) -> bool:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        return True
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
+class Local:
+    """On this host, or wherever `ridgeline train` with `options` starts its ranks."""
+
+    count: int
+    devices: tuple[str, ...] = ()
+    """Of CUDA; empty: trials find their devices themselves."""
+    cores: tuple[int, ...] = ()
+    """To be shared out; empty: all trials may use all of them."""
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.count))
+
+    def start(self, words: Sequence[str], run: Path, log: Path) -> Running:
+        slot = self.free.pop(0)
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ridgeline.cli", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **self.variables(slot)},
+                # Ctrl-C is for the search, which asks its trials to save.
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        if self.cores:
+            with suppress(OSError):
+                os.sched_setaffinity(process.pid, self.cores_of(slot))
+        return _Process(process, log, self, slot)
+
+    def variables(self, slot: int) -> Mapping[str, str]:
+        if not self.devices:
+            return {}
+        each = len(self.devices) // self.count
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[slot * each : (slot + 1) * each])}
+
+    def cores_of(self, slot: int) -> tuple[int, ...]:
+        """Neighbours, which share caches and memory, and with most vendors' numbers the GPU's side."""
+        first, last = (len(self.cores) * s // self.count for s in (slot, slot + 1))
+        return self.cores[first:last] or self.cores
+
+
+@dataclass
+class _Job:
+    record: JobRecord
+    log: Path
+    asked: float = 0.0
+
+    def poll(self) -> Ended | None:
+        if time.monotonic() - self.asked < _ASK_S:
+            return None
+        self.asked = time.monotonic()
+        try:
+            state = find_scheduler(self.record.scheduler).status(self.record.id)
+        except RunError:
+            return None  # a scheduler that does not answer now does later
+        if state.state in ("waiting", "running", "unknown"):
+            return None
+        if state.state == "done":
+            return Ended("done")
+        said = f"job {self.record.id}: {state.said} {state.reason}".strip()
+        return Ended("stopped" if state.state == "timeout" else "failed", said)
+
+    def stop(self) -> bool:
+        """Jobs stay: they need nobody to watch them, and a search that goes on finds them."""
+        return False
+
+    def kill(self) -> None:
+        pass
+
+
+@dataclass
+class Queue:
+    """Every stretch of a trial is a job; `options` are those of `ridgeline train --on KIND`."""
+
+    count: int
+
+    def start(self, words: Sequence[str], run: Path, log: Path) -> Running:
+        if (run / RECORD).is_file():  # of a search that was cut off
+            record = find_record(str(run))
+            state = find_scheduler(record.scheduler).status(record.id).state
+            if state in ("waiting", "running"):
+                return _Job(record, log)
+        with log.open("ab") as out:
+            done = subprocess.run(
+                [sys.executable, "-m", "ridgeline.cli", *words, "--submit"], stdout=out, stderr=out
+            )
+        if done.returncode:
+            raise RunError(f"no job was submitted: {last_words(log)}")
+        return _Job(find_record(str(run)), log, time.monotonic())
+
+
+def build_places(
+    on: str | None, at_once: int | None, ranks: int, devices: Sequence[str], cores: Sequence[int]
+) -> Places:
+    """`devices` and `cores` are those of this host; a trial has `ranks` of them."""
+    if on in SCHEDULERS:
+        return Queue(at_once or 4)
+    if on is not None:
+        return Local(at_once or 1)
+    if devices:
+        count = at_once or max(1, len(devices) // ranks)
+        return Local(count, tuple(devices), tuple(cores) if count > 1 else ())
+    count = at_once or 1
+    return Local(count, (), tuple(cores) if count > 1 else ())
+
+
+def last_words(log: Path) -> str:
+    """The sentence of an error, else the last line."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line for line in lines if line.startswith("ridgeline: ")]
+    found = said[-1].removeprefix("ridgeline: ") if said else (lines[-1] if lines else "")
+    return found.strip()[:500]

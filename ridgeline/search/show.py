@@ -1,0 +1,117 @@
+"""A search in words: its trials as a table, the best of them, and how to train it again.
+
+Imports without torch; called by `cli_search.py`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ridgeline.search.run import RECIPE
+from ridgeline.search.space import overrides_of, value_text
+from ridgeline.search.trials import Journal, Request, Trial, lineage, winner
+
+BEST = "best.yaml"
+AGAIN = "again.sh"
+
+
+def share_text(share: float) -> str:
+    """
+    >>> share_text(1 / 9), share_text(1.0)
+    ('11.1 %', '100 %')
+    """
+    return f"{100 * share:.3g} %"
+
+
+def state_text(trial: Trial) -> str:
+    if trial.failed:
+        return f"failed: {trial.failed}"
+    if trial.running:
+        return f"is trained to {share_text(trial.running)}"
+    return "trained" if trial.share == 1.0 else "left there"
+
+
+def ordered(trials: Sequence[Trial], higher: bool) -> list[Trial]:
+    """The furthest first, and of those the best."""
+
+    def rank(trial: Trial) -> tuple[bool, float, float, int]:
+        score = trial.last_score
+        value = 0.0 if score is None else (-score if higher else score)
+        return (bool(trial.failed), -trial.share if trial.scores else 1.0, value, trial.number)
+
+    return sorted(trials, key=rank)
+
+
+def table_of(journal: Journal, request: Request) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows."""
+    keys = [text.partition("=")[0] for text in request.space]
+    headers = ["trial", *keys, request.metric, "of the run", "seconds", ""]
+    rows = []
+    for one in ordered(journal.trials, bool(journal.higher)):
+        name = one.name if one.parent is None else f"{one.name} from {one.parent:03d}"
+        score = "" if one.last_score is None else f"{one.last_score:.5g}"
+        share = share_text(one.share) if one.scores else ""
+        values = [value_text(one.settings[key]) for key in keys]
+        rows.append([name, *values, score, share, f"{one.seconds:.0f}", state_text(one)])
+    return headers, rows
+
+
+def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
+    lines = [headers, ["-" * width for width in widths], *rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def commands_of(journal: Journal, request: Request, trial: Trial) -> list[str]:
+    """What trains it again from nothing, in the run directory `$1`: one command where its settings never
+    changed, else one for each stretch of them."""
+    found = []
+    line = lineage(journal.trials, trial)
+    for one, after in zip(line, [*line[1:], None], strict=True):
+        share = trial.share if after is None else after.begins
+        words = [str(journal.folder / RECIPE), *overrides_of(one.settings)]
+        stop = [] if share == 1.0 else [f"train.stop_after={share!r}"]
+        told = shlex.join(["ridgeline", "train", *words, *stop, "-n", str(request.ranks)])
+        found.append(f'{told} --run "$1"')
+    return found
+
+
+def write_best(journal: Journal, request: Request) -> Trial | None:
+    """The recipe of the best trial, and the commands that train it again."""
+    from ridgeline.config import dump_config, load_config
+
+    best = winner(journal.trials, bool(journal.higher))
+    if best is None:
+        return None
+    config = load_config(journal.folder / RECIPE, overrides_of(best.settings)).config
+    (journal.folder / BEST).write_text(dump_config(config), encoding="utf-8")
+    lines = ["#!/bin/sh", "# Train the best trial again: sh again.sh RUN_DIRECTORY", "set -e"]
+    text = "\n".join([*lines, *commands_of(journal, request, best)]) + "\n"
+    (journal.folder / AGAIN).write_text(text, encoding="utf-8")
+    return best
+
+
+def tell_best(journal: Journal, request: Request, best: Trial) -> list[str]:
+    folder = journal.folder
+    score, share = best.last_score, share_text(best.share)
+    line = lineage(journal.trials, best)
+    lines = [
+        f"best: trial {best.name}, {request.metric} {score:.5g} after {share} of the run, with "
+        f"{' '.join(overrides_of(best.settings))}"
+    ]
+    if len(line) > 1:
+        steps = [f"{one.name} from {share_text(one.begins)}" for one in line[1:]]
+        lines.append(f"its settings changed on the way: {line[0].name}, {', '.join(steps)}")
+    lines.append(
+        f"settings: {_shown(folder / BEST)}; trains it again: sh {_shown(folder / AGAIN)} RUN"
+    )
+    return lines
+
+
+def _shown(path: Path) -> str:
+    return shlex.quote(str(path))

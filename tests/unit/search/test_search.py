@@ -1,0 +1,154 @@
+"""Real searches, of the digits that come with scikit-learn: stopped, gone on with, and trained again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ridgeline.cli import app
+from ridgeline.errors import UsageError
+from ridgeline.rundir import RunDir
+from ridgeline.search.places import Local, Queue, build_places, last_words
+from ridgeline.search.run import judge
+from ridgeline.search.trials import Journal
+
+RIDGELINE = [sys.executable, "-m", "ridgeline.cli"]
+SMALL = ("digits", "device=cpu", "train.epochs=1", "train.batch=128", "train.eval_samples=64")
+OVER = ("--over", "train.lr=1e-3..1e-1:log", "--over", "optim.weight_decay=0.0..0.1")
+
+
+def search(folder: Path, *words: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [*RIDGELINE, "search", *words], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_population_is_stopped_goes_on_and_is_trained_again_bit_for_bit(tmp_path: Path) -> None:
+    words = (*SMALL, *OVER, "--schedule", "population", "--rounds", "2", "--trials", "3")
+    command = [*RIDGELINE, "search", *words, "--metric", "accuracy", "--at-once", "2", "--out", "s"]
+    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    journal = tmp_path / "s" / "journal.jsonl"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and first.poll() is None:
+        if journal.is_file() and "reached" in journal.read_text():
+            break
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    out, error = first.communicate(timeout=120)
+    assert first.returncode == 75, out + error
+    assert b"`ridgeline search s` goes on" in error
+    known = {(t.number, s): v for t in Journal(tmp_path / "s").trials for s, v in t.scores.items()}
+    assert known
+
+    said = search(tmp_path, "s", "--at-once", "2")
+    trials = Journal(tmp_path / "s").trials
+    after = {(t.number, s): v for t in trials for s, v in t.scores.items()}
+    assert known.items() <= after.items()
+    assert sum(t.share == 1.0 for t in trials) == 3
+    children = [t for t in trials if t.parent is not None]
+    assert len(children) == 1
+    assert children[0].begins == 0.5
+    # It began at its parent's step, not at the first.
+    steps = RunDir(tmp_path / "s" / "trials" / children[0].name).steps()
+    halfway = max(r.step for r in RunDir(tmp_path / "s" / "trials" / "000").steps()) // 2
+    assert steps[0].step > halfway
+    assert "best: trial" in said
+
+    # The best, and a child whose settings changed on the way: the commands give the same bits.
+    best = said.partition("best: trial ")[2][:3]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["sh", "s/again.sh", "again"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    weights = [
+        (tmp_path / folder / "weights.safetensors").read_bytes()
+        for folder in ("again", f"s/trials/{best}")
+    ]
+    assert weights[0] == weights[1]
+    assert f"trial {best}" in (tmp_path / "s" / "search.html").read_text()
+
+
+@pytest.mark.slow
+def test_settings_that_cannot_be_trained_end_a_search_that_has_no_others(tmp_path: Path) -> None:
+    """A batch that two ranks cannot share: every trial fails, the third ends it with the reason."""
+    words = (*SMALL, "--over", "train.batch=31,33,35", "--draw", "grid", "-n", "2", "--out", "s")
+    said = search(tmp_path, *words, code=1)
+    assert "the first 3 trials failed" in said
+    assert "is not divisible by dp=2" in said
+    assert all(t.failed for t in Journal(tmp_path / "s").trials)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*SMALL, "--over", "train.lrr=0.1,0.2"), "unknown key train.lrr"),
+        ((*SMALL, "--over", "train.batch=0,32"), "train.batch=0 is too small"),
+        ((*SMALL,), "nothing to search"),
+        ((*SMALL, *OVER, "--draw", "magic"), "unknown way 'magic' in --draw"),
+        ((*SMALL, *OVER, "--schedule", "magic"), "unknown schedule 'magic' in --schedule"),
+        ((*SMALL, *OVER, "--draw", "grid"), "is a range; write a list"),
+        ((*SMALL, "--over", "train.batch=32,64", "--draw", "grid", "--trials", "3"), "2 points"),
+        ((*SMALL, *OVER, "--job=--time=1h"), "say where with --on"),
+        ((*SMALL, "--show"), "--show is for searches"),
+    ],
+)
+def test_a_slip_of_the_pen_is_told_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = CliRunner().invoke(app, ["search", *words])
+    assert isinstance(found.exception, UsageError)
+    assert said in str(found.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_no_search_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("dear diary")
+    assert "choose another --out" in search(tmp_path, *SMALL, *OVER, "--out", "mine", code=2)
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_trials_share_out_devices_and_cores() -> None:
+    four = Local(4, tuple("01234567"), tuple(range(16)))
+    assert [four.variables(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == [
+        "0,1", "2,3", "4,5", "6,7",
+    ]  # fmt: skip
+    assert [four.cores_of(slot)[0] for slot in range(4)] == [0, 4, 8, 12]
+    assert sorted(core for slot in range(4) for core in four.cores_of(slot)) == list(range(16))
+    assert build_places(None, None, 2, list("01234567"), range(16)).count == 4
+    assert build_places(None, None, 1, [], range(16)).count == 1
+    assert isinstance(build_places("slurm", None, 1, [], []), Queue)
+
+
+def test_a_failed_trial_is_told_by_its_own_sentence(tmp_path: Path) -> None:
+    log = tmp_path / "000.log"
+    log.write_text("step 1\nridgeline: the loss is nan; lower train.lr\n  run directory: x\n")
+    assert last_words(log) == "the loss is nan; lower train.lr"
+
+
+def test_without_evaluations_the_last_losses_are_the_score(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "step", "step": n, "epoch": 0, "time": 0.0, "loss": float(20 - n), "lr": 0.1,
+         "num_samples": 1, "step_s": 1.0}
+        for n in range(1, 21)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert judge(tmp_path, "loss") == (0.5, False)
+    with pytest.raises(UsageError, match="--metric accuracy is of evaluations"):
+        judge(tmp_path, "accuracy")
