@@ -180,6 +180,11 @@ def visible_devices(num: int, environ: Mapping[str, str] | None = None) -> list[
     return named if len(named) >= num else [str(index) for index in range(num)]
 
 
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that is started from here."""
+    return {**os.environ, **variables}
+
+
 def on_terminal(environ: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environ is None else environ).get(TERMINAL) == "1"
 

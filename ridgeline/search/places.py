@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ridgeline.errors import Requeue, RunError
+from ridgeline.launch.env import environment_with
 from ridgeline.launch.job import RECORD
 from ridgeline.launch.rank import end_with_parent
 from ridgeline.launch.records import JobRecord, find_record
@@ -48,6 +49,10 @@ class Places(Protocol):
     @property
     def count(self) -> int:
         """Trials that run at a time."""
+
+    @property
+    def left(self) -> str:
+        """What becomes of them when the search is cut off."""
 
     def start(self, words: Sequence[str], run: Path, log: Path) -> Running:
         """`ridgeline WORDS`, which trains in `run`; what it prints goes to `log`."""
@@ -86,7 +91,7 @@ class _Process:
 
 @dataclass
 class Local:
-    """On this host, or wherever `ridgeline train` with `options` starts its ranks."""
+    """Processes of this host, whose ranks are here or wherever their options say."""
 
     count: int
     devices: tuple[str, ...] = ()
@@ -94,6 +99,7 @@ class Local:
     cores: tuple[int, ...] = ()
     """To be shared out; empty: all trials may use all of them."""
     free: list[int] = field(init=False)
+    left = "its trials were saved"
 
     def __post_init__(self) -> None:
         self.free = list(range(self.count))
@@ -106,7 +112,7 @@ class Local:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, **self.variables(slot)},
+                env=environment_with(self.variables(slot)),
                 # Ctrl-C is for the search, which asks its trials to save.
                 start_new_session=True,
                 preexec_fn=end_with_parent,
@@ -159,9 +165,10 @@ class _Job:
 
 @dataclass
 class Queue:
-    """Every stretch of a trial is a job; `options` are those of `ridgeline train --on KIND`."""
+    """Every stretch of a trial is a job."""
 
     count: int
+    left = "its jobs stay in the queue"
 
     def start(self, words: Sequence[str], run: Path, log: Path) -> Running:
         if (run / RECORD).is_file():  # of a search that was cut off

@@ -65,10 +65,10 @@ class Search:
                 self._stop()
         if heard:
             again = f"`ridgeline search {self.journal.folder}` goes on"
-            name = signal.Signals(heard[0]).name
+            name, left = signal.Signals(heard[0]).name, self._places.left
             if heard[0] in (signal.SIGTERM, signal.SIGUSR1):
-                raise Requeue(f"stopped by {name}; its trials were saved, and {again}", name)
-            raise RunError(f"interrupted; its trials were saved, and {again}")
+                raise Requeue(f"stopped by {name}; {left}, and {again}", name)
+            raise RunError(f"interrupted; {left}, and {again}")
 
     def _go(self, heard: list[int]) -> None:
         while not heard:

@@ -374,3 +374,32 @@ def test_a_job_that_has_to_make_room_goes_on_afterwards(cluster: Any, tmp_path: 
     cluster.wait_for(other, "COMPLETED")
     assert cluster.wait_for(job, "COMPLETED")["Restarts"] == "1"
     assert all("went on after SIG" in text for text in rank_logs(folder, 2))
+
+
+def test_a_search_whose_trials_are_jobs_is_cut_off_and_finds_them_again(
+    cluster: Any, tmp_path: Path, reference: list[float]
+) -> None:
+    """Two settings, a job each; the search itself is ended while they run, and needs no third."""
+    folder = tmp_path / "search"
+    words = [
+        *TRAINING, "train.steps=20", "--over", "train.batch=32,64", "--draw", "grid", "--schedule", "full",
+        "--on", "slurm", "--job=-N", "--job=1", "--job=--time=10m", "--at-once", 2, "--out", folder,
+    ]  # fmt: skip
+    first = cluster.hosts.popen(0, ridgeline("search", *words))
+    logs = [folder / "trials" / f"{number:03d}.log" for number in range(2)]
+    wait_until(
+        "both jobs",
+        lambda: all(path.is_file() and "job " in path.read_text() for path in logs),
+        300,
+        0.25,
+    )
+    cluster.run(["pkill", "-TERM", "-f", "ridgeline.cli search"], check=True)
+    assert first.wait(60) == 75
+    done = cluster.run(ridgeline("search", folder, "--at-once", 2), check=True)
+    assert "best: trial" in done.stdout
+    assert [path.read_text().count("job ") for path in logs] == [1, 1]
+    of_64 = next(
+        path.with_suffix("") for path in logs
+        if "\n  batch: 64\n" in (path.with_suffix("") / "config.yaml").read_text()
+    )  # fmt: skip
+    assert losses(of_64) == pytest.approx(reference[:20], rel=1e-5)
