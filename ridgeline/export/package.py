@@ -89,10 +89,12 @@ def export_model(
     bounds = find_bounds(outputs, exact_outputs(deployed, tensors), dtype)
     count = len(tensors[0]) if tensors[0].dim() else 1
     varying = [varies and t.dim() > 0 and len(t) == count for t in tensors]
-    program = trace(deployed, tensors, varying)
+    program, most = trace(deployed, tensors, varying)
     described = _describe(model, inputs, tensors, varying, outputs, varying_dims(program))
     say("takes " + "; ".join(p.shown() for p in described.inputs))
     say("gives " + "; ".join(p.shown() for p in described.outputs))
+    if most is not None:
+        say(f"for at most {most:,} samples in a call: its kernels count no further")
     aside = out.with_name(f".{out.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
     try:

@@ -37,20 +37,44 @@ _MOST = 160
 """Characters of a message of torch's that are shown; RIDGELINE_TRACEBACK=1 shows it all."""
 
 
-def trace(module: nn.Module, tensors: Sequence[Tensor], varying: Sequence[bool]) -> ExportedProgram:
-    """The module as a graph; dim 0 of those inputs that are `varying` may then be of any size."""
-    shapes, count = None, None
-    if any(varying):
-        batch = Dim("batch", min=1)
-        shapes = {"tensors": tuple({0: batch} if varies else None for varies in varying)}
-        count = len(tensors[varying.index(True)])
-    try:
-        with torch.no_grad(), quiet():
-            return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes)
-    except (UsageError, RunError):
-        raise
-    except Exception as error:  # torch raises what it likes
-        raise explain(error, module, count) from error
+def trace(
+    module: nn.Module, tensors: Sequence[Tensor], varying: Sequence[bool]
+) -> tuple[ExportedProgram, int | None]:
+    """The module as a graph; dim 0 of those inputs that are `varying` may then be of any size, or of any
+    up to the number that comes back with it: torch chooses some kernels by whether they can count as far
+    (cuDNN's batch norms up to 880,801 samples, convolutions up to 2^31 values)."""
+    count = len(tensors[varying.index(True)]) if any(varying) else None
+    most: int | None = None
+    while True:
+        shapes = None
+        if count is not None:
+            batch = Dim("batch", min=1, max=most)
+            shapes = {"tensors": tuple({0: batch} if varies else None for varies in varying)}
+        try:
+            with torch.no_grad(), quiet():
+                program = torch.export.export(module, tuple(tensors), dynamic_shapes=shapes)
+            return program, most
+        except (UsageError, RunError):
+            raise
+        except Exception as error:  # torch raises what it likes
+            below = None if count is None else largest_batch(str(error))
+            if below is None or below < (count or 0) or (most is not None and below >= most):
+                raise explain(error, module, count) from error
+            most = below
+
+
+def largest_batch(text: str) -> int | None:
+    """Up to how many samples torch could export the model, where its refusal says so.
+
+    >>> largest_batch("Suggested fixes: batch = Dim('batch', max=880801)")
+    880801
+    >>> largest_batch("Expected op to be '==', got <= for batch <= 2147483647/12288")
+    174762
+    """
+    found = [int(number) for number in re.findall(r"Dim\('batch'[^)]*max=(\d+)", text)]
+    parts = re.findall(r"batch <= (\d+)(?:/(\d+))?", text)
+    found += [int(number) // int(by or 1) for number, by in parts]
+    return min(found, default=None)
 
 
 @contextmanager

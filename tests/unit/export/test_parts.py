@@ -62,7 +62,7 @@ def test_outputs_of_transformers() -> None:
     assert list(found) == ["logits"]
     assert left_out == ["past_key_values (DynamicCache)"]
     assert input_names(model, inputs) == ["input_ids", "attention_mask"]
-    program = trace(deployed, list(inputs.values()), [True, True])
+    program, _ = trace(deployed, list(inputs.values()), [True, True])
     assert varying_dims(program) == [[True, False, False]]
     more = torch.randint(32, (7, 6))
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_inputs_alone_are_prepared_as_in_evaluation(crop: str, dtype: torch.dtyp
         rows = np.arange(count)
         expected, _ = augment(stored, torch.zeros(count).long(), rows, 0, rows, rows)
         assert torch.equal(alone(stored), expected)
-    program = trace(Deployed(nn.Flatten(), alone, stored, widen=True), [stored], [True])
+    program, _ = trace(Deployed(nn.Flatten(), alone, stored, widen=True), [stored], [True])
     assert varying_dims(program) == [[True, False]]
     fewer = stored[:3].clone()
     assert torch.equal(program.module()(fewer)[0], alone(fewer).flatten(1))
@@ -146,3 +146,38 @@ def test_out_is_in_the_run() -> None:
 def test_cpp_sources_are_in_the_package() -> None:
     assert {path.name for path in SOURCES.iterdir()} == set(FILES)
     assert '"export/cpp/*"' in (ROOT / "pyproject.toml").read_text()
+
+
+class _Kernels(nn.Module):
+    """Chooses by the number of samples, as torch does for GPUs between its own kernels and cuDNN's."""
+
+    def __init__(self, most: int, values: int) -> None:
+        super().__init__()
+        self.most, self.values = most, values
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1 if x.shape[0] <= self.most else x.sign() + 1
+        return y if y.numel() <= self.values else y.abs()
+
+
+@pytest.mark.parametrize(
+    ("most", "values", "found"),
+    [
+        (880801, 2**40, 880801),
+        (2**40, 2**31 - 1, 174762),
+        (880801, 2**31 - 1, 174762),
+        (4, 2**40, None),
+    ],
+)
+def test_kernels_that_count_so_far_and_no_further(
+    most: int, values: int, found: int | None
+) -> None:
+    x = torch.randn(5, 3, 64, 64)
+    deployed = Deployed(_Kernels(most, values), lambda x: x, x, widen=False).eval()
+    if most == 4:  # five are more than that, and any number is then not
+        with pytest.raises(RunError, match="made for batches of one size"):
+            trace(deployed, [x], [True])
+        return
+    program, limit = trace(deployed, [x], [True])
+    assert limit == found
+    assert torch.equal(program.module()(x[:2])[0], x[:2] + 1)
