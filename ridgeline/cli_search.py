@@ -45,26 +45,35 @@ def search(
         int | None, typer.Option(min=1, help="Settings to try; default 16, with --draw grid all.")
     ] = None,
     schedule: Annotated[
-        str,
-        typer.Option(help="full, halving (the better ones further), or population (PBT)."),
-    ] = "halving",
-    draw: Annotated[str, typer.Option(help="spread, random, grid, or tpe (Optuna).")] = "spread",
-    metric: Annotated[str, typer.Option(help="Of an evaluation; loss, accuracy, ...")] = "loss",
+        str | None,
+        typer.Option(help="halving (default; the better ones further), population (PBT), or full."),
+    ] = None,
+    draw: Annotated[
+        str | None, typer.Option(help="spread (default), random, grid, or tpe (Optuna).")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Of an evaluation: loss (default), accuracy, ...")
+    ] = None,
     factor: Annotated[
-        int, typer.Option(min=2, help="halving: one in so many goes on, so many times as long.")
-    ] = 3,
+        int | None,
+        typer.Option(min=2, help="halving: one in 3 goes on, 3 times as long; or in so many."),
+    ] = None,
     first: Annotated[
-        float, typer.Option(min=0.001, max=1.0, help="halving: share of a run that all get.")
-    ] = 0.1,
-    rounds: Annotated[int, typer.Option(min=2, help="population: looks at each other.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+        float | None,
+        typer.Option(min=0.001, max=1.0, help="halving: share of a run that all get; default 0.1."),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="population: looks at each other; default 10.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn; default 0.")] = None,
     at_once: Annotated[
         int | None,
         typer.Option(min=1, help="Trials at a time; default: as many as there are GPUs for, or 1."),
     ] = None,
     ranks: Annotated[
-        int, typer.Option("-n", "--num-processes", min=1, help="Ranks of a trial.")
-    ] = 1,
+        int | None,
+        typer.Option("-n", "--num-processes", min=1, help="Ranks of a trial; default 1."),
+    ] = None,
     on: Annotated[
         str | None,
         typer.Option(help="Not here: each trial as a job of slurm, lsf, pbs or flux, or on ray."),
@@ -84,39 +93,58 @@ def search(
     ] = False,
 ) -> None:
     """Search for the settings that train best, or go on with a search that was cut off."""
-    from ridgeline.search.run import Search
-    from ridgeline.search.trials import Journal, Request, read_request
+    from ridgeline.launch.lock import locked
+    from ridgeline.search.request import extended, make_request
+    from ridgeline.search.trials import Journal, read_request, write_request
 
     folder = Path(recipe)
-    if (folder / "search.json").is_file():
-        if over or overrides or out:
-            raise UsageError(
-                f"{folder} is a search, and goes on as it began; leave --over, --out and settings out"
-            )
-        request = read_request(folder)
-        if show:
-            _show(Journal(folder), request)
-            return
-    elif show:
+    known = (folder / "search.json").is_file()
+    said = {
+        "over": over, "schedule": schedule, "draw": draw, "metric": metric, "factor": factor,
+        "first": first, "rounds": rounds, "seed": seed, "num-processes": ranks, "on": on, "job": job,
+        "out": out,
+    }  # fmt: skip
+    given = [f"--{name}" for name, value in said.items() if value is not None] + (overrides or [])
+    if show and not known:
         raise UsageError(f"--show is for searches, and {recipe} is none; give the folder of one")
-    else:
-        request = Request(
-            space=tuple(over or ()),
-            metric=metric,
-            draw=draw,
+    if known and given:
+        raise UsageError(
+            f"{folder} is a search, and goes on as it began; leave {given[0]} out (--trials and --at-once "
+            "may change)"
+        )
+    if show:
+        request = read_request(folder)
+        _write(Journal(folder), request)
+        _show(Journal(folder), request)
+        return
+    require_torch("`ridgeline search`")
+    if not known:
+        request = make_request(
+            over or (),
+            workdir=str(Path.cwd()),
+            trials=trials,
             schedule=schedule,
-            trials=_count(trials, draw, over or []),
+            draw=draw,
+            metric=metric,
             seed=seed,
+            ranks=ranks,
+            on=on,
+            job=job or (),
             factor=factor,
             first=first,
             rounds=rounds,
-            ranks=ranks,
-            on=(*(("--on", on) if on else ()), *(job or ())),
         )
-        if job and on is None:
-            raise UsageError(f"--job {job[0]} is for jobs; say where with --on, e.g. --on slurm")
         folder = _prepare(recipe, overrides or [], request, out, at_once)
-    require_torch("`ridgeline search`")
+    with locked(folder):
+        if known:
+            request = extended(read_request(folder), trials, len(Journal(folder).trials))
+            write_request(folder, request)
+        _run(folder, request, at_once)
+
+
+def _run(folder: Path, request: Request, at_once: int | None) -> None:
+    from ridgeline.search.run import Search
+
     found = Search(folder, request, _places(request, folder, at_once), _Teller(folder, request))
     say(f"{folder}: {_plan_text(request, found.schedule.shares)}")
     try:
@@ -126,28 +154,13 @@ def search(
     _show(found.journal, request)
 
 
-def _count(trials: int | None, draw: str, over: list[str]) -> int:
-    from ridgeline.search.draw import count_grid
-    from ridgeline.search.space import read_space
-
-    space = read_space(over)
-    if draw != "grid":
-        return trials or 16
-    points = count_grid(space)
-    if trials is not None and trials > points:
-        raise UsageError(f"--trials {trials} is more than the {points} points of the grid")
-    return trials or points
-
-
 def _prepare(
     recipe: str, overrides: list[str], request: Request, out: Path | None, at_once: int | None
 ) -> Path:
     """The folder of a new search, with a copy of the recipe that no later edit changes."""
     from ridgeline.config import dump_config, find_recipe, load_config
     from ridgeline.launch.schedulers.table import SCHEDULERS
-    from ridgeline.search.draw import build_draw
     from ridgeline.search.run import RECIPE
-    from ridgeline.search.schedules import build_schedule
     from ridgeline.search.space import overrides_of, read_space
     from ridgeline.search.trials import write_request
 
@@ -156,11 +169,8 @@ def _prepare(
         # Sums depend on it to the last bit: whoever trains the best one again gets the same.
         each = max(1, num_cores() // ((at_once or 1) * request.ranks))
         config = dataclasses.replace(config, threads=each)
-    space = read_space(request.space)
-    first = build_draw(request.draw, space, request.seed)
-    build_schedule(request, space, first)
     # A key that is not known, or a value that is too small, is told before anything is made.
-    for one in space:
+    for one in read_space(request.space):
         ends = one.choices or (one.at(0.0), one.at(math.nextafter(1.0, 0.0)))
         for value in ends:
             load_config(find_recipe(recipe), [*overrides, *overrides_of({one.key: value})])

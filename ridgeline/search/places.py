@@ -54,7 +54,7 @@ class Places(Protocol):
     def left(self) -> str:
         """What becomes of them when the search is cut off."""
 
-    def start(self, words: Sequence[str], run: Path, log: Path) -> Running:
+    def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         """`ridgeline WORDS`, which trains in `run`; what it prints goes to `log`."""
 
 
@@ -104,7 +104,7 @@ class Local:
     def __post_init__(self) -> None:
         self.free = list(range(self.count))
 
-    def start(self, words: Sequence[str], run: Path, log: Path) -> Running:
+    def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         slot = self.free.pop(0)
         with log.open("ab") as out:
             process = subprocess.Popen(
@@ -113,6 +113,7 @@ class Local:
                 stdout=out,
                 stderr=out,
                 env=environment_with(self.variables(slot)),
+                cwd=workdir,
                 # Ctrl-C is for the search, which asks its trials to save.
                 start_new_session=True,
                 preexec_fn=end_with_parent,
@@ -170,7 +171,7 @@ class Queue:
     count: int
     left = "its jobs stay in the queue"
 
-    def start(self, words: Sequence[str], run: Path, log: Path) -> Running:
+    def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         if (run / RECORD).is_file():  # of a search that was cut off
             record = find_record(str(run))
             state = find_scheduler(record.scheduler).status(record.id).state
@@ -178,7 +179,10 @@ class Queue:
                 return _Job(record, log)
         with log.open("ab") as out:
             done = subprocess.run(
-                [sys.executable, "-m", "ridgeline.cli", *words, "--submit"], stdout=out, stderr=out
+                [sys.executable, "-m", "ridgeline.cli", *words, "--submit"],
+                stdout=out,
+                stderr=out,
+                cwd=workdir,
             )
         if done.returncode:
             raise RunError(f"no job was submitted: {last_words(log)}")

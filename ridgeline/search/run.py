@@ -49,8 +49,8 @@ class _Stretch:
 
 class Search:
     def __init__(self, folder: Path, request: Request, places: Places, tell: Tell) -> None:
-        self.journal = Journal(folder)
-        self.request, self._places, self._tell = request, places, tell
+        self.journal = Journal(folder.absolute())
+        self.request, self._places, self._tell, self._folder = request, places, tell, folder
         space = read_space(request.space)
         draw = build_draw(request.draw, space, request.seed)
         self.schedule = build_schedule(request, space, draw)
@@ -64,7 +64,7 @@ class Search:
             finally:
                 self._stop()
         if heard:
-            again = f"`ridgeline search {self.journal.folder}` goes on"
+            again = f"`ridgeline search {self._folder}` goes on"
             name, left = signal.Signals(heard[0]).name, self._places.left
             if heard[0] in (signal.SIGTERM, signal.SIGUSR1):
                 raise Requeue(f"stopped by {name}; {left}, and {again}", name)
@@ -101,7 +101,9 @@ class Search:
             return
         trial.running = work.share
         log = path.with_suffix(".log")
-        running = self._places.start(self.words(trial, work.share, path), path, log)
+        running = self._places.start(
+            self.words(trial, work.share, path), path, log, self.request.workdir
+        )
         step = newest_step(path)
         self._stretches.append(_Stretch(trial, work.share, running, time.monotonic(), step))
 

@@ -68,16 +68,16 @@ def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def commands_of(journal: Journal, request: Request, trial: Trial) -> list[str]:
-    """What trains it again from nothing, in the run directory `$1`: one command where its settings never
+    """What trains it again from nothing, in the run directory `$run`: one command where its settings never
     changed, else one for each stretch of them."""
     found = []
     line = lineage(journal.trials, trial)
     for one, after in zip(line, [*line[1:], None], strict=True):
         share = trial.share if after is None else after.begins
-        words = [str(journal.folder / RECIPE), *overrides_of(one.settings)]
+        words = [str(journal.folder.absolute() / RECIPE), *overrides_of(one.settings)]
         stop = [] if share == 1.0 else [f"train.stop_after={share!r}"]
         told = shlex.join(["ridgeline", "train", *words, *stop, "-n", str(request.ranks)])
-        found.append(f'{told} --run "$1"')
+        found.append(f'{told} --run "$run"')
     return found
 
 
@@ -90,7 +90,14 @@ def write_best(journal: Journal, request: Request) -> Trial | None:
         return None
     config = load_config(journal.folder / RECIPE, overrides_of(best.settings)).config
     (journal.folder / BEST).write_text(dump_config(config), encoding="utf-8")
-    lines = ["#!/bin/sh", "# Train the best trial again: sh again.sh RUN_DIRECTORY", "set -e"]
+    lines = [
+        "#!/bin/sh",
+        "# Train the best trial again: sh again.sh RUN_DIRECTORY",
+        "set -e",
+        'test -n "$1" || { echo "sh again.sh RUN_DIRECTORY" >&2; exit 2; }',
+        'case "$1" in /*) run=$1;; *) run=$PWD/$1;; esac',
+        f"cd {shlex.quote(request.workdir)}",
+    ]
     text = "\n".join([*lines, *commands_of(journal, request, best)]) + "\n"
     (journal.folder / AGAIN).write_text(text, encoding="utf-8")
     return best

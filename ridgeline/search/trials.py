@@ -72,6 +72,8 @@ class Request:
     first: float
     rounds: int
     ranks: int
+    workdir: str = "."
+    """Where it was begun: what recipes name by a path, or import, is found from there."""
     on: tuple[str, ...] = ()
     """Options of `ridgeline train` that say where a trial runs."""
 

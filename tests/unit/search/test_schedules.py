@@ -12,6 +12,7 @@ import pytest
 
 from ridgeline.errors import UsageError
 from ridgeline.search.draw import build_draw
+from ridgeline.search.request import extended
 from ridgeline.search.schedules import build_schedule
 from ridgeline.search.space import read_space
 from ridgeline.search.trials import Journal, Request, Trial, lineage, winner
@@ -188,3 +189,18 @@ def test_a_score_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
     best = winner(Journal(tmp_path).trials, False)
     assert best is not None
     assert best.number == 1
+
+
+def test_a_search_can_be_given_more_trials_and_nothing_else(tmp_path: Path) -> None:
+    first = play(tmp_path, REQUEST, 1, 0)
+    more = extended(REQUEST, 20, len(first.trials))
+    journal = play(tmp_path, more, 1, 0)
+    assert len(journal.trials) == 20
+    assert [t.settings for t in journal.trials[:9]] == [t.settings for t in first.trials]
+    with pytest.raises(UsageError, match="less than the 20 that were begun"):
+        extended(more, 9, 20)
+    with pytest.raises(UsageError, match="stays as large as it began"):
+        extended(replace(REQUEST, schedule="population"), 12, 9)
+    grid = replace(REQUEST, space=("train.batch=1,2,3",), draw="grid", trials=3)
+    with pytest.raises(UsageError, match="more than the 3 points"):
+        extended(grid, 4, 3)

@@ -51,7 +51,9 @@ def test_a_population_is_stopped_goes_on_and_is_trained_again_bit_for_bit(tmp_pa
     known = {(t.number, s): v for t in Journal(tmp_path / "s").trials for s, v in t.scores.items()}
     assert known
 
-    said = search(tmp_path, "s", "--at-once", "2")
+    # From elsewhere: what the recipe names is found from where the search was begun.
+    (tmp_path / "elsewhere").mkdir()
+    said = search(tmp_path / "elsewhere", "../s", "--at-once", "2")
     trials = Journal(tmp_path / "s").trials
     after = {(t.number, s): v for t in trials for s, v in t.scores.items()}
     assert known.items() <= after.items()
@@ -105,6 +107,8 @@ def test_settings_that_cannot_be_trained_end_a_search_that_has_no_others(tmp_pat
         ((*SMALL, "--over", "train.batch=32,64", "--draw", "grid", "--trials", "3"), "2 points"),
         ((*SMALL, *OVER, "--job=--time=1h"), "say where with --on"),
         ((*SMALL, "--show"), "--show is for searches"),
+        ((*SMALL, *OVER, "--rounds", "4"), "--rounds 4 is for --schedule population"),
+        ((*SMALL, *OVER, "--schedule", "full", "--first", "0.2"), "is for --schedule halving"),
     ],
 )
 def test_a_slip_of_the_pen_is_told_before_anything_is_made(
