@@ -139,7 +139,8 @@ class ResourceRecord:
     memory_total_bytes: int | None = None
     """Of the node, or of the job where the scheduler gave it less."""
     rss_bytes: int | None = None
-    """Resident memory of the node's ranks and the processes they started; shared pages count in each."""
+    """Resident memory of the node's ranks and the processes they started; shared pages count in each. None
+    until all ranks of the node are known."""
     disk_read_bytes_per_s: float | None = None
     disk_write_bytes_per_s: float | None = None
     """Of the node's own disks."""

@@ -107,10 +107,12 @@ class Gauges:
         self,
         find_ranks: Callable[[], Sequence[int]],
         gpus: Gpus | None = None,
+        num_ranks: int = 1,
         sys_root: Path = Path("/sys"),
     ) -> None:
-        """`find_ranks` says which processes of this node are ranks of the run."""
-        self._find_ranks, self._gpus, self._sys_root = find_ranks, gpus, sys_root
+        """`find_ranks` says which processes of this node are ranks of the run, of `num_ranks`."""
+        self._find_ranks, self._gpus, self._num_ranks = find_ranks, gpus, num_ranks
+        self._sys_root, self._is_whole = sys_root, False
         self._host = socket.gethostname()
         self._family: list[psutil.Process] = []
         self._cores: set[int] = set()
@@ -120,7 +122,7 @@ class Gauges:
 
     def sample(self) -> ResourceRecord:
         now = time.monotonic()
-        if now - self._family_at >= FAMILY_S or not self._family:
+        if now - self._family_at >= FAMILY_S:
             self._family_at = now
             _try(self._look_around)
         used, total = _try(used_memory) or (None, None)
@@ -135,14 +137,15 @@ class Gauges:
             cpu_percent=cpu_percent,
             memory_used_bytes=used,
             memory_total_bytes=total,
-            rss_bytes=_try(self._read_family),
+            rss_bytes=_try(self._read_family) if self._is_whole else None,
             gpus=_try(self._gpus.read) or () if self._gpus is not None else (),
             **rates,
         )
 
     def _look_around(self) -> None:
         """The ranks with all that they started, and the cores that ranks may use."""
-        ranks = set(self._find_ranks())
+        found = self._find_ranks()
+        ranks, self._is_whole = set(found), len(found) >= self._num_ranks
         parent_of = {p.pid: p.info["ppid"] for p in psutil.process_iter(["ppid"])}
         mine = set(ranks)
         for pid in parent_of:

@@ -39,7 +39,7 @@ class ResourceLog:
         find_ranks = _FindRanks(run.file(LOGS), env)
 
         def build() -> Gauges:  # in the thread: drivers can take their time
-            return Gauges(find_ranks, Gpus(uuids) if uuids != [] else None)
+            return Gauges(find_ranks, Gpus(uuids) if uuids != [] else None, env.local_world_size)
 
         self._thread = threading.Thread(
             target=_record,

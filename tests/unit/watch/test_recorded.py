@@ -147,6 +147,11 @@ def test_processes_that_a_rank_started_count_with_it() -> None:
     assert both - alone > 40_000_000
 
 
+def test_the_memory_of_some_ranks_is_not_given_for_that_of_all() -> None:
+    assert Gauges(me, num_ranks=2).sample().rss_bytes is None
+    assert Gauges(lambda: [os.getpid(), os.getppid()], num_ranks=2).sample().rss_bytes
+
+
 def test_a_gauge_that_breaks_says_nothing_and_the_others_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
