@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -178,6 +179,8 @@ _STATUS = {
     "interrupted": "interrupted",
     "stopped": "stopped",
 }
+_USUAL_LINE = 500
+"""Bytes of a line about a node."""
 _KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
 
 
@@ -193,6 +196,29 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
+
+
+def _read_some_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
+    """As above; of a file of far more lines than `most` so many all over it, and all of its last part."""
+    size = path.stat().st_size if path.exists() else 0
+    if size <= 2 * most * _USUAL_LINE:
+        yield from _read_lines(path)
+        return
+    tail = size - most * _USUAL_LINE // 4
+    places = [*(place * tail // most for place in range(most)), tail]
+    with path.open("rb") as file:
+        done = 0
+        for place in places:
+            file.seek(max(place, done))
+            if file.tell() > done:
+                file.readline()  # the rest of a line
+            lines = file if place == tail else [file.readline()]
+            for line in lines:
+                with suppress(ValueError):
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        yield value
+            done = file.tell() if place != tail else size
 
 
 def _build(cls: type[_T], values: Mapping[str, Any]) -> _T | None:
@@ -321,6 +347,11 @@ def safe_host(host: str) -> str:
     ('nid001_a_b', 'host')
     """
     return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".")[:200] or "host"
+
+
+def fair_share(num_nodes: int) -> int:
+    """Records that are kept of each of so many nodes, so that a thousand do not fill the memory."""
+    return max(50, min(2000, 60_000 // max(1, num_nodes)))
 
 
 def thin_out(items: list[_T], most: int) -> None:
@@ -488,17 +519,17 @@ class RunDir:
         """One a node, by name."""
         return sorted(self.file(RESOURCES).glob("*.jsonl"))
 
-    def resources(self, most: int = 2000) -> dict[str, list[ResourceRecord]]:
-        """By host, in the order of time; the newest `most` of each, and fewer and fewer of what was
-        before."""
+    def resources(self, most: int | None = None) -> dict[str, list[ResourceRecord]]:
+        """By host, in the order of time: the newest ones, and of a long run about `most` of each host from
+        its beginning on, without reading the rest."""
+        files = self.resource_files()
+        most = fair_share(len(files)) if most is None else most
         found: dict[str, list[ResourceRecord]] = {}
-        for path in self.resource_files():
-            for value in _read_lines(path):
+        for path in files:
+            for value in _read_some_lines(path, most):
                 record = build_resources(value)
                 if record is not None:
-                    of_host = found.setdefault(record.host, [])
-                    of_host.append(record)
-                    thin_out(of_host, most)
+                    found.setdefault(record.host, []).append(record)
         return found
 
     def status(self) -> str:

@@ -32,9 +32,10 @@ class News:
 class Followed:
     """One file by its path. A line counts once its end is there."""
 
-    def __init__(self, path: Path, spare: bytes = b"") -> None:
-        """Lines that begin with `spare` may be left out where there are very many."""
-        self.path, self._spare = path, spare
+    def __init__(self, path: Path, spare: bytes = b"", tail: int | None = None) -> None:
+        """Lines that begin with `spare` may be left out where there are very many; with `tail` only so many
+        bytes at the end of a file are looked at when it is first seen."""
+        self.path, self._spare, self._tail = path, spare, tail
         self._offset = 0
         self._identity: tuple[int, int] | None = None
 
@@ -50,6 +51,10 @@ class Followed:
         if identity != self._identity or stat.st_size < self._offset:
             starts_over = self._forget()
             self._identity = identity
+            if self._tail is not None and stat.st_size > self._tail:
+                file.seek(stat.st_size - self._tail)
+                file.readline()  # the rest of a line
+                self._offset = file.tell()
         if stat.st_size == self._offset:
             file.close()
             return News(starts_over, iter(()))

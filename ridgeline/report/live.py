@@ -30,12 +30,15 @@ from ridgeline.rundir import (
     build_event,
     build_record,
     build_resources,
+    fair_share,
     status_after,
     thin_out,
 )
 
 MOST = 2000
 """The newest records that are kept of each kind; of older ones fewer and fewer."""
+TAIL = 32 * 2**20
+"""Bytes of what nodes recorded that are looked at first, over all nodes: about the last hours."""
 RECENT = 50
 """Steps that the figures of the moment are medians of."""
 SILENT_S = 30.0
@@ -49,7 +52,7 @@ ENDED = ("finished", "failed", "stopped", "interrupted")
 
 @dataclass(frozen=True)
 class State:
-    """What a run is doing, in a word and in a sentence."""
+    """What a run is doing, in a word and in a sentence, which is empty where the word says it all."""
 
     word: str
     """waiting, running, silent, or how it ended."""
@@ -124,14 +127,16 @@ class LiveRun:
             del self._resources[path], self._nodes[path]  # the run has started over
         for path in files:
             records = self._nodes.setdefault(path, [])
-            news = self._resources.setdefault(path, Followed(path, b'{"time"')).read()
+            if path not in self._resources:
+                self._resources[path] = Followed(path, tail=max(2**16, TAIL // len(files)))
+            news = self._resources[path].read()
             if news.starts_over:
                 records.clear()
             for value in news.values:
                 record = build_resources(value)
                 if record is not None:
                     records.append(record)
-                    thin_out(records, MOST)
+                    thin_out(records, fair_share(len(files)))
 
     @property
     def nodes(self) -> dict[str, list[ResourceRecord]]:
@@ -237,7 +242,7 @@ class LiveRun:
     def eta_s(self) -> float | None:
         """Until the last step, evaluations and checkpoints at the share of time they took of late."""
         recent, of = self.recent, self.num_steps
-        if of is None or len(recent) < 2 or self.status != "running":
+        if of is None or len(recent) < 2:
             return None
         passed = recent[-1].time - recent[0].time
         steps = max(1, recent[-1].step - recent[0].step)
@@ -299,14 +304,14 @@ class LiveRun:
     def troubles(self) -> str:
         """How often what nobody wants has happened; empty where it has not."""
         names = {
-            "restart": "restarts",
-            "straggler": "stragglers told",
-            "checkpoint-failed": "checkpoints failed",
-            "bad-batch": "bad batches",
-            "skipped-sample": "samples skipped",
+            "restart": ("restart", "restarts"),
+            "straggler": ("straggler", "stragglers"),
+            "checkpoint-failed": ("failed checkpoint", "failed checkpoints"),
+            "bad-batch": ("bad batch", "bad batches"),
+            "skipped-sample": ("skipped sample", "skipped samples"),
         }
-        said = [f"{self.num_events[e]} {words}" for e, words in names.items() if self.num_events[e]]
-        return ", ".join(said)
+        counts = {event: self.num_events[event] for event in names if self.num_events[event]}
+        return ", ".join(f"{count} {names[event][count > 1]}" for event, count in counts.items())
 
 
 _CLOSING = ("end", "failed", "stopped", "interrupted")

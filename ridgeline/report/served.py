@@ -117,7 +117,7 @@ def run_content(live: LiveRun, now: float) -> str:
         (
             f'<h1>{escape(live.name)}</h1><p class="sub">{badge(state.word)}{line}</p>',
             paragraph(state.sentence, "warning" if warns else "note") if state.sentence else "",
-            paragraph(progress_text(live)),
+            paragraph(progress_text(live, state)),
             tiles(shown),
             section("Curves", _curves(live)),
             section("Nodes", _nodes(live)),

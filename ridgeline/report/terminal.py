@@ -68,7 +68,7 @@ def draw_run(live: LiveRun, now: float, is_narrow: bool) -> RenderableType:
     parts: list[RenderableType] = [_title(live, state)]
     if state.sentence:
         parts.append(Text(state.sentence, style=_COLOURS.get(state.word, "")))
-    parts += [Text(), _progress(live), _figures(live)]
+    parts += [Text(), _progress(live, state), _figures(live)]
     if live.events:
         parts += [Text(), _events(live)]
     if live.nodes:
@@ -88,21 +88,25 @@ def _title(live: LiveRun, state: State) -> Text:
     return title
 
 
-def progress_text(live: LiveRun) -> str:
+def _eta_text(live: LiveRun, state: State) -> str:
+    """Nobody knows when a run that has ended, or is silent, goes on."""
+    return span_text(live.eta_s) if state.word == "running" and live.eta_s is not None else ""
+
+
+def progress_text(live: LiveRun, state: State) -> str:
     """How far it is: step of how many, epoch, time left."""
     of = live.num_steps
     text = f"step {live.step:,}" + (f" of {of:,} ({min(1, live.step / of):.0%})" if of else "")
     if live.steps:
         text += f"  epoch {live.steps[-1].epoch}"
-    if live.eta_s is not None:
-        text += f"  ETA {span_text(live.eta_s)}"
-    return text
+    eta = _eta_text(live, state)
+    return text + (f"  ETA {eta}" if eta else "")
 
 
-def _progress(live: LiveRun) -> Text:
+def _progress(live: LiveRun, state: State) -> Text:
     of = live.num_steps
     shown = f"{bar(100 * live.step / of, 30)}  " if of else ""
-    return Text(shown + progress_text(live), style="bold")
+    return Text(shown + progress_text(live, state), style="bold")
 
 
 def figures(live: LiveRun) -> list[tuple[str, str]]:
@@ -285,16 +289,16 @@ HEADS = ("run", "status", "step", "loss", "throughput", "last evaluation", "ETA"
 
 def row_of(live: LiveRun, now: float) -> list[str]:
     """A run in one line, under `HEADS`; also for the page."""
-    of = live.num_steps
+    of, state = live.num_steps, live.state(now)
     metrics = live.evals[-1].metrics if live.evals else {}
     return [
         live.name,
-        live.state(now).word,
+        state.word,
         f"{live.step:,}" + (f" of {of:,}" if of else ""),
         value_text(live.loss),
         rate_text(live.rate, live.unit),
         "  ".join(f"{n} {value_text(number(v))}" for n, v in list(metrics.items())[:2]) or "–",
-        span_text(live.eta_s) if live.eta_s is not None else "–",
+        _eta_text(live, state) or "–",
         f"{span_text(now - live.last_seen)} ago",
     ]
 

@@ -17,6 +17,7 @@ import pytest
 from ridgeline import rundir
 from ridgeline.errors import RunError, UsageError
 from ridgeline.report import follow
+from ridgeline.report import live as live_module
 from ridgeline.report.live import LiveRun, Watched, find_runs, span_text, sparkline, tell_event
 from ridgeline.report.terminal import as_text, figures
 from ridgeline.rundir import EvalRecord, Event, GpuUse, ResourceRecord, RunDir, StepRecord
@@ -105,7 +106,7 @@ def test_the_text_has_it_all(hundred: RunDir) -> None:
     text = as_text([live_of(hundred)], NOW + 52)
     for words in (
         "hundred  running", "gpt  2 x H200  dp=2", "step 100 of 400 (25%)", "epoch 1", "ETA 2 min 30 s",
-        "█▃▂▁", "1 restarts, 1 stragglers told", "nid7", "██░░░░ 25 % of 64", "64 of 256 GiB",
+        "█▃▂▁", "1 restart, 1 straggler", "nid7", "██░░░░ 25 % of 64", "64 of 256 GiB",
         "5.0M / 1.0M", "4.0G / 5.0G", "gpu 0", "█████░ 93 %", "655 W",
         "61 °C", "1755 MHz", "rank 1 (data) holds the others up by 25 % of a step at step 60",
         "started again: rank 1: killed by SIGKILL",
@@ -132,6 +133,8 @@ def test_a_run_that_has_gone_quiet_is_not_called_running(hundred: RunDir) -> Non
     quiet = live.state(NOW + 50 + 200)
     assert (quiet.word, quiet.has_ended) == ("silent", False)
     assert "silent for 3 min 20 s" in quiet.sentence
+    assert "ETA 2 min 30 s" in as_text([live], NOW + 60)
+    assert "ETA" not in as_text([live], NOW + 250)
 
 
 def test_a_run_that_lives_but_does_not_step_says_so(hundred: RunDir) -> None:
@@ -169,7 +172,7 @@ def test_how_it_ended(
     live.refresh()
     state = live.state(NOW + 1e6)
     assert (state.word, state.sentence, state.has_ended) == (word, sentence, True)
-    assert live.eta_s is None
+    assert "ETA" not in as_text([live], NOW + 61)
     add_event(hundred, NOW + 70, "start", num_ranks=2, num_steps=500)  # and it goes on
     live.refresh()
     assert not live.state(NOW + 71).has_ended
@@ -292,6 +295,23 @@ def test_of_very_many_lines_some_are_left_out_but_no_evaluation_and_nothing_new(
     assert steps[0] == 1
     assert steps[-10:] == list(range(991, 1001))
     assert len(steps) < 500
+
+
+def test_of_what_nodes_recorded_for_long_the_end_is_read(
+    hundred: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_module, "TAIL", 2**16)
+    for number in range(1000):
+        hundred.append_resources(ResourceRecord(NOW + 5 * number, "n", 8, float(number % 100)))
+    size = hundred.resource_files()[0].stat().st_size
+    live = LiveRun(hundred)
+    assert bytes_read(live.refresh) < size / 2
+    times = [(r.time - NOW) / 5 for r in live.nodes["n"]]
+    assert times == list(range(1000 - len(times), 1000))
+    assert len(times) > 100
+    hundred.append_resources(ResourceRecord(NOW + 5000, "n", 8))
+    live.refresh()
+    assert len(live.nodes["n"]) == len(times) + 1
 
 
 # Which runs.

@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from ridgeline.launch.ranks import introduce
 from ridgeline.machine import gauges as gauges_module
 from ridgeline.machine.gauges import Gauges, Gpus
 from ridgeline.machine.room import used_memory
-from ridgeline.rundir import GpuUse, ResourceRecord, RunDir
+from ridgeline.rundir import GpuUse, ResourceRecord, RunDir, fair_share
 from ridgeline.train import resources as resources_module
 from ridgeline.train.resources import ResourceLog
 from ridgeline.train.run import run_training
@@ -67,13 +68,21 @@ def test_a_line_cut_off_by_a_kill_is_passed_over_and_the_next_is_whole(tmp_path:
 
 def test_the_newest_are_all_kept_and_the_beginning_is_not_lost(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    for number in range(300):
+    for number in range(1000):
         run.append_resources(record_of(number))
     times = [(r.time - 1000) / 5 for r in run.resources(most=50)["n1"]]
-    assert times[-50:] == list(range(250, 300))
-    assert len(times) <= 101
-    assert times[0] < 20
+    assert times[-10:] == list(range(990, 1000))
+    assert 50 <= len(times) <= 100
+    assert times[0] == 0
+    assert len(set(times)) == len(times)
     assert times == sorted(times)
+    gaps = [b - a for a, b in pairwise(times[:50])]
+    assert max(gaps) < 2 * 1000 / 50
+    assert len(run.resources()["n1"]) == 1000  # few enough
+
+
+def test_whole_machines_keep_less_of_each_node() -> None:
+    assert [fair_share(count) for count in (0, 1, 30, 100, 5000)] == [2000, 2000, 2000, 600, 50]
 
 
 def test_hosts_may_have_any_name(tmp_path: Path) -> None:
