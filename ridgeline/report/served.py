@@ -278,7 +278,8 @@ def open_server(pages: Pages, host: str, port: int | None) -> Server:
             if getattr(error, "errno", None) == errno.EADDRINUSE:
                 continue
             raise UsageError(
-                f"cannot serve on {host}:{candidate} ({error}); name an address of this host with --host"
+                f"cannot serve on {host}:{candidate} ({error}); name an address of this host with --host, "
+                "or another port with --serve PORT"
             ) from error
     raise UsageError(
         f"port {port} is in use on this host; name another with --serve PORT, or none for one that is free"

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline import rundir
+from ridgeline.errors import UsageError
 from ridgeline.launch.env import submit_host
 from ridgeline.report.build import build_report
 from ridgeline.report.live import Watched
@@ -378,6 +379,11 @@ def test_the_way_there_from_elsewhere(going: RunDir) -> None:
         assert tell_address(wide, "nid7", "")[1].endswith(f"ssh -L {port}:nid7:{port} LOGIN")
     assert submit_host({"PBS_O_HOST": "login2"}) == "login2"
     assert submit_host({}) == ""
+
+
+def test_an_address_that_is_not_this_hosts_is_one_sentence(going: RunDir) -> None:
+    with pytest.raises(UsageError, match=r"cannot serve on 192\.0\.2\.1:\d+ .* --host"):
+        open_server(Pages(Watched([going.path]), 1.0), "192.0.2.1", None)
 
 
 def test_two_servers_have_two_ports_and_two_tokens(going: RunDir) -> None:
