@@ -30,6 +30,7 @@ from ridgeline.cli_plan import plan_app
 from ridgeline.cli_scale import scale_app
 from ridgeline.cli_search import search
 from ridgeline.cli_shared import choose_for_ranks, may_have_gpu, num_cores, require_torch
+from ridgeline.cli_watch import watch
 from ridgeline.errors import Requeue, RunError, UsageError, complain, say
 from ridgeline.launch.env import wants_traceback
 
@@ -61,6 +62,7 @@ app.add_typer(scale_app, name="scale")
 app.command()(doctor)
 app.command()(export)
 app.command()(search)
+app.command()(watch)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=0.1")

@@ -214,6 +214,8 @@ class LogConfig:
     """Keep the final weights in the run directory as one safetensors file."""
     samples: bool = False
     """Keep which samples each step used, in `samples/rank-N.jsonl`."""
+    resources_s: float = 5.0
+    """Seconds between lines on each node's cores, memory, disks and GPUs in `resources/`; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,7 @@ _AT_LEAST: dict[str, float] = {
     "schedule.warmup_steps": 0,
     "ddp.bucket_mb": 0.001,
     "log.every": 1,
+    "log.resources_s": 0,
     "checkpoint.every": 0,
     "checkpoint.minutes": 0,
     "checkpoint.keep": 1,

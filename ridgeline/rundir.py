@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +37,8 @@ LOGS = "logs"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
+RESOURCES = "resources"
+"""One file a node, of what its cores, memory, disks, links and GPUs did."""
 WEIGHTS = "weights.safetensors"
 
 SPLIT = ("data_s", "h2d_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
@@ -108,6 +112,49 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
+class GpuUse:
+    """One GPU at one moment; None is what its driver does not tell."""
+
+    index: int
+    """As the driver counts those of the node."""
+    utilization_percent: float | None = None
+    """Share of the last moments in which some kernel ran: not how well it used the device."""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    watts: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+
+
+@dataclass(frozen=True)
+class ResourceRecord:
+    """One node at one moment; rates are over the time since the record before. None: not known here."""
+
+    time: float
+    host: str
+    cpu_count: int
+    """Hardware threads that the ranks of this node may use."""
+    cpu_percent: float | None = None
+    """How busy those were, with whatever ran on them; 100 is all of them."""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    """Of the node, or of the job where the scheduler gave it less."""
+    rss_bytes: int | None = None
+    """Resident memory of the node's ranks and the processes they started; shared pages count in each. None
+    until all ranks of the node are known."""
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+    """Of the node's own disks."""
+    net_sent_bytes_per_s: float | None = None
+    net_received_bytes_per_s: float | None = None
+    """Of its network interfaces, without the loopback."""
+    fabric_sent_bytes_per_s: float | None = None
+    fabric_received_bytes_per_s: float | None = None
+    """Of InfiniBand and RoCE adapters, whose traffic passes the interfaces by."""
+    gpus: tuple[GpuUse, ...] = ()
+
+
+@dataclass(frozen=True)
 class Event:
     """Something that happened once: start, end, failed, interrupted, stopped, restart, straggler."""
 
@@ -132,6 +179,8 @@ _STATUS = {
     "interrupted": "interrupted",
     "stopped": "stopped",
 }
+_USUAL_LINE = 500
+"""Bytes of a line about a node."""
 _KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
 
 
@@ -147,6 +196,29 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
+
+
+def _read_some_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
+    """As above; of a file of far more lines than `most` so many all over it, and all of its last part."""
+    size = path.stat().st_size if path.exists() else 0
+    if size <= 2 * most * _USUAL_LINE:
+        yield from _read_lines(path)
+        return
+    tail = size - most * _USUAL_LINE // 4
+    places = [*(place * tail // most for place in range(most)), tail]
+    with path.open("rb") as file:
+        done = 0
+        for place in places:
+            file.seek(max(place, done))
+            if file.tell() > done:
+                file.readline()  # the rest of a line
+            lines = file if place == tail else [file.readline()]
+            for line in lines:
+                with suppress(ValueError):
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        yield value
+            done = file.tell() if place != tail else size
 
 
 def _build(cls: type[_T], values: Mapping[str, Any]) -> _T | None:
@@ -219,6 +291,74 @@ def _write(path: Path, lines: bytes) -> None:
         left = left[left.find(b"\n", len(left) - _MOST_UNWRITTEN) + 1 :]
     if left:
         _UNWRITTEN[path] = left
+
+
+def _append_or_drop(path: Path, value: Mapping[str, Any]) -> None:
+    """A line that nobody waits for: what the disk does not take is gone. Takes no part in the lock above,
+    so that a disk that hangs holds up its own thread alone. One writer a file."""
+    line = (json.dumps(value, separators=(", ", ": ")) + "\n").encode()
+    try:
+        path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            is_part = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            os.write(descriptor, b"\n" + line if is_part else line)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return
+
+
+def build_record(value: Mapping[str, Any]) -> Record | None:
+    """A line of `metrics.jsonl`; None for one that this version does not know."""
+    cls = _KINDS.get(str(value.get("kind", "")))
+    return _build(cls, value) if cls is not None else None
+
+
+def build_event(value: Mapping[str, Any]) -> Event | None:
+    """A line of `events.jsonl`."""
+    return _build(Event, value)
+
+
+def build_resources(value: Mapping[str, Any]) -> ResourceRecord | None:
+    """A line of a file in `resources/`."""
+    gpus = value.get("gpus")
+    built = [
+        _build(GpuUse, g) for g in (gpus if isinstance(gpus, list) else []) if isinstance(g, dict)
+    ]
+    record = _build(ResourceRecord, value)
+    if record is None:
+        return None
+    return dataclasses.replace(record, gpus=tuple(gpu for gpu in built if gpu is not None))
+
+
+def status_after(events: Iterable[Event], status: str = "running") -> str:
+    """How a run ended, by what happened after it had that status: see `RunDir.status`."""
+    for event in events:
+        status = _STATUS.get(event.event, status)
+    return status
+
+
+def safe_host(host: str) -> str:
+    """A host's name as a file may be called.
+
+    >>> safe_host("nid001/a b"), safe_host("..")
+    ('nid001_a_b', 'host')
+    """
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".")[:200] or "host"
+
+
+def fair_share(num_nodes: int) -> int:
+    """Records that are kept of each of so many nodes, so that a thousand do not fill the memory."""
+    return max(50, min(2000, 60_000 // max(1, num_nodes)))
+
+
+def thin_out(items: list[_T], most: int) -> None:
+    """Drop every second one of what is older than the newest `most`, where there are more than twice as
+    many: a long run is kept from its first, coarser where it is longer ago. Changes the list."""
+    if len(items) > 2 * most:
+        del items[1 : len(items) - most : 2]
 
 
 @dataclass(frozen=True)
@@ -337,8 +477,7 @@ class RunDir:
     def records(self) -> Iterator[Record]:
         """Every record of `metrics.jsonl`, in the order it was written."""
         for value in _read_lines(self.file(METRICS)):
-            cls = _KINDS.get(str(value.pop("kind", "")))
-            record = _build(cls, value) if cls is not None else None
+            record = build_record(value)
             if record is not None:
                 yield record
 
@@ -372,13 +511,32 @@ class RunDir:
         return [newest[rank] for rank in sorted(newest)]
 
     def events(self) -> list[Event]:
-        built = (_build(Event, value) for value in _read_lines(self.file(EVENTS)))
+        built = (build_event(value) for value in _read_lines(self.file(EVENTS)))
         return [event for event in built if event is not None]
+
+    def append_resources(self, record: ResourceRecord) -> None:
+        """What a node did; lost where the disk does not take it, which is no harm."""
+        path = self.file(RESOURCES) / f"{safe_host(record.host)}.jsonl"
+        _append_or_drop(path, dataclasses.asdict(record))
+
+    def resource_files(self) -> list[Path]:
+        """One a node, by name."""
+        return sorted(self.file(RESOURCES).glob("*.jsonl"))
+
+    def resources(self, most: int | None = None) -> dict[str, list[ResourceRecord]]:
+        """By host, in the order of time: the newest ones, and of a long run about `most` of each host from
+        its beginning on, without reading the rest."""
+        files = self.resource_files()
+        most = fair_share(len(files)) if most is None else most
+        found: dict[str, list[ResourceRecord]] = {}
+        for path in files:
+            for value in _read_some_lines(path, most):
+                record = build_resources(value)
+                if record is not None:
+                    found.setdefault(record.host, []).append(record)
+        return found
 
     def status(self) -> str:
         """How the run ended: its closing event, or `running` (or killed) when none came after the
         last start. A run that `stopped` was asked to, and can go on."""
-        status = "running"
-        for event in self.events():
-            status = _STATUS.get(event.event, status)
-        return status
+        return status_after(self.events())

@@ -223,6 +223,13 @@ def local_storage_variables(environ: Mapping[str, str] | None = None) -> list[tu
     return [(name, env[name]) for name in dict.fromkeys(names) if env.get(name)]
 
 
+def submit_host(environ: Mapping[str, str] | None = None) -> str:
+    """The host that the job around was submitted from, usually a login node; empty outside of jobs."""
+    env = os.environ if environ is None else environ
+    names = ("SLURM_SUBMIT_HOST", "PBS_O_HOST", "LSB_SUB_HOST")
+    return next((env[name] for name in names if env.get(name)), "")
+
+
 def recorded_environment(environ: Mapping[str, str] | None = None) -> dict[str, object]:
     """What `env.json` keeps: versions and an allow-list of variables, never the whole environment."""
     env = os.environ if environ is None else environ

@@ -85,13 +85,16 @@ def leave(log_dir: Path, rank: int) -> None:
 
 def known_ranks(log_dir: Path, attempt: int = 0) -> list[RankProcess]:
     """Every rank of this attempt that has introduced itself and not left, by rank."""
-    found = []
-    for path in (log_dir / RANKS).glob("rank-*.json"):
-        with suppress(OSError, ValueError, TypeError):
-            process = RankProcess(**json.loads(path.read_text(encoding="utf-8")))
-            if process.attempt == attempt:
-                found.append(process)
-    return sorted(found, key=lambda process: process.rank)
+    found = [read_rank(path) for path in (log_dir / RANKS).glob("rank-*.json")]
+    mine = [process for process in found if process is not None and process.attempt == attempt]
+    return sorted(mine, key=lambda process: process.rank)
+
+
+def read_rank(path: Path) -> RankProcess | None:
+    """One rank's file; None where it is not there, or is none."""
+    with suppress(OSError, ValueError, TypeError):
+        return RankProcess(**json.loads(path.read_text(encoding="utf-8")))
+    return None
 
 
 def rank_file(log_dir: Path, rank: int) -> Path:

@@ -64,33 +64,48 @@ class Gauge(Protocol):
         """Since some moment in the past."""
 
 
+def load_driver() -> Any:
+    """The driver's library, started; an `OSError` where there is none. Also for `gauges.py`."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    if library.nvmlInit_v2() != 0:
+        raise OSError("the driver's library does not start")
+    return library
+
+
+def find_device(library: Any, uuid: str) -> ctypes.c_void_p:
+    """A device by its UUID; an `OSError` where the driver does not know it."""
+    device = ctypes.c_void_p()
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    if library.nvmlDeviceGetHandleByUUID(name.encode("ascii"), ctypes.byref(device)) != 0:
+        raise OSError(f"the driver knows no device {name}")
+    return device
+
+
+def ask_driver(library: Any, device: ctypes.c_void_p, function: str, kind: Any, *words: int) -> Any:
+    """What a function of the driver fills in for a device, or None where it does not."""
+    value = kind()
+    call = getattr(library, function, None)
+    if call is None:
+        return None
+    extra = [ctypes.c_int(word) for word in words]
+    return value if call(device, *extra, ctypes.byref(value)) == 0 else None
+
+
 class Nvml:
     """A device by its UUID through the driver's library; an `OSError` where that does not work."""
 
     def __init__(self, uuid: str) -> None:
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        self._device = ctypes.c_void_p()
-        if self._library.nvmlInit_v2() != 0:
-            raise OSError("the driver's library does not start")
-        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        found = self._library.nvmlDeviceGetHandleByUUID(
-            name.encode("ascii"), ctypes.byref(self._device)
-        )
-        if found != 0:
-            raise OSError(f"the driver knows no device {name}")
+        self._library = load_driver()
+        self._device = find_device(self._library, uuid)
         limit = self._ask("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint)
         clock = self._ask("nvmlDeviceGetMaxClockInfo", ctypes.c_uint, _SM_CLOCK)
         if not limit or not clock or self.read() is None:
-            raise OSError(f"{name} does not tell its power and clock")
+            raise OSError(f"{uuid} does not tell its power and clock")
         self.limit_watts, self.max_clock_mhz = limit / 1e3, float(clock)
 
-    def _ask(self, function: str, kind: Any, *arguments: int) -> int | None:
-        value = kind()
-        call = getattr(self._library, function, None)
-        if call is None:
-            return None
-        extra = [ctypes.c_int(argument) for argument in arguments]
-        return int(value.value) if call(self._device, *extra, ctypes.byref(value)) == 0 else None
+    def _ask(self, function: str, kind: Any, *words: int) -> int | None:
+        value = ask_driver(self._library, self._device, function, kind, *words)
+        return None if value is None else int(value.value)
 
     def read(self) -> Reading | None:
         milliwatts = self._ask("nvmlDeviceGetPowerUsage", ctypes.c_uint)

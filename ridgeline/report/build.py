@@ -31,6 +31,7 @@ from ridgeline.report.page import (
     value_text,
 )
 from ridgeline.report.predicted import predicted
+from ridgeline.report.resources import resources
 from ridgeline.report.stragglers import stragglers
 from ridgeline.report.summary import (
     OTHER,
@@ -84,6 +85,7 @@ def build_report(run: RunDir) -> Path:
             section("Predicted and measured", predicted(run, summary)),
             section("Ranks", _ranks(summary)),
             section("Stragglers", stragglers(summary.events)),
+            section("Resources", resources(run.resources())),
             section("Events", _events(summary)),
             section("Configuration", _config(summary)),
             section("Environment", _environment(summary)),

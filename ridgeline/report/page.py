@@ -2,7 +2,7 @@
 
 Pieces are functions from values to markup, and each escapes what it is given unless its argument is
 named `body`. The page reads without the script, which only adds values under the pointer. Called by
-`build.py` only.
+`build.py` and, for a page that changes, by `served.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ p{margin:6px 0;max-width:76ch}.note,.sub,.empty{color:var(--soft)}.note{font-siz
 .sub{display:flex;flex-wrap:wrap;gap:4px 18px;align-items:center;max-width:none}
 .badge{display:inline-block;padding:1px 9px;border-radius:9px;font-size:13px;font-weight:600;
 border:1px solid currentColor}.finished{color:var(--c2)}.failed{color:var(--c6)}
-.interrupted,.running,.stopped{color:var(--c1)}
+.interrupted,.running,.stopped,.silent,.waiting{color:var(--c1)}
 code,pre{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 pre{background:var(--card);border:1px solid var(--line);border-radius:6px;padding:12px 14px;
 overflow-x:auto;margin:8px 0}
@@ -79,6 +79,7 @@ pre{white-space:pre-wrap}}
 
 _SCRIPT = """
 (function(){var tip=document.createElement('div');tip.id='tip';document.body.appendChild(tip);
+window.plots=function(){tip.style.display='none';
 document.querySelectorAll('svg.plot').forEach(function(svg){
 var cursor=svg.querySelector('.cursor'),curves=[];
 svg.querySelectorAll('path.curve').forEach(function(p){
@@ -99,7 +100,7 @@ tip.textContent=lines.join('\\n');tip.style.display='block';
 tip.style.left=Math.min(e.clientX+14,innerWidth-tip.offsetWidth-8)+'px';
 tip.style.top=Math.min(e.clientY+14,innerHeight-tip.offsetHeight-8)+'px'});
 svg.addEventListener('mouseleave',function(){tip.style.display='none';
-cursor.setAttribute('x1',-9);cursor.setAttribute('x2',-9)})})})();
+cursor.setAttribute('x1',-9);cursor.setAttribute('x2',-9)})})};plots()})();
 """
 
 

@@ -1,7 +1,8 @@
 """Plots as inline SVG, drawn by hand so that a report is one small file with no library behind it.
 
 Colours are classes (`c0`, `c1`, ...) that `page.py` defines for light and dark, and each curve
-carries its values in a `data-v` attribute for the page's hover script. Called by `build.py` only.
+carries its values in a `data-v` attribute for the page's hover script. Called by `build.py` and by those
+beside it that add charts to a page.
 """
 
 from __future__ import annotations

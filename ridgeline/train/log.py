@@ -53,7 +53,12 @@ class RunLog:
             run.write_json(ENV, recorded_environment())
             if training.arranged.block_costs is not None:
                 run.write_json(BLOCKS, training.arranged.block_costs)
-        run.add_event("start", layout=str(layout), num_ranks=training.mesh.env.world_size)
+        run.add_event(
+            "start",
+            layout=str(layout),
+            num_ranks=training.mesh.env.world_size,
+            num_steps=training.num_steps,
+        )
         for details in training.staging.events:
             run.add_event("staged", **details)
 

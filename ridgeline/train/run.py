@@ -47,6 +47,7 @@ from ridgeline.train.loop import train_loop
 from ridgeline.train.memory import is_out_of_memory, tell_budget, tell_no_start
 from ridgeline.train.position import Position
 from ridgeline.train.record import Recorder
+from ridgeline.train.resources import ResourceLog
 from ridgeline.train.samples import SampleLog, SkippedSamples
 from ridgeline.train.setup import Training, build_training
 from ridgeline.train.signals import Requests, listening
@@ -115,6 +116,7 @@ class _Session:
         self.skipped = SkippedSamples(training, run)
         self.recorder = Recorder(training)
         self.trace = StepTrace(training)
+        self.resources = ResourceLog(training, run)
         self.start = self.position = Position()
         self.metrics: dict[str, float] = {}
         self.reached = False
@@ -193,6 +195,7 @@ class _Session:
 
     def close(self) -> None:
         """However it ended."""
+        self.resources.close()
         if self.run is not None:
             self.run.write_waiting()
         self.alive.end()

@@ -52,6 +52,7 @@ ROOMS: list[tuple[str, ...]] = [
         "cli_plan",
         "cli_scale",
         "cli_search",
+        "cli_watch",
     ),
     ("cli",),
     ("__main__",),
@@ -93,6 +94,8 @@ TORCH_FREE = (
     "ridgeline.checkpoint.describe",
     "ridgeline.checkpoint.damage",
     "ridgeline.report.build",
+    "ridgeline.report.terminal",
+    "ridgeline.report.served",
     "ridgeline.machine.storage",
     "ridgeline.machine.verdict",
     "ridgeline.machine.record",
@@ -101,6 +104,7 @@ TORCH_FREE = (
     "ridgeline.machine.link_show",
     "ridgeline.machine.groups",
     "ridgeline.machine.power",
+    "ridgeline.machine.gauges",
     "ridgeline.machine.room",
     "ridgeline.cli_shared",
     "ridgeline.cli_checkpoint",
@@ -123,6 +127,7 @@ TORCH_FREE = (
     "ridgeline.cli_answers",
     "ridgeline.cli_planned",
     "ridgeline.cli_validate",
+    "ridgeline.cli_watch",
     "ridgeline.cli",
 )
 
@@ -217,7 +222,13 @@ def test_imports_without_torch(module: str) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [["--help"], ["config", "show", "digits"], ["recipes"], ["machine", "storage", "--help"]],
+    [
+        ["--help"],
+        ["config", "show", "digits"],
+        ["recipes"],
+        ["machine", "storage", "--help"],
+        ["watch", "--help"],
+    ],
 )
 def test_commands_run_without_torch(args: list[str]) -> None:
     code = f"{NO_TORCH}\nimport sys\nsys.argv = ['ridgeline', *{args!r}]\n"
