@@ -6,7 +6,6 @@ node that has none. Errors of ours become one line and an exit code: 2 for usage
 
 from __future__ import annotations
 
-import math
 import shutil
 import signal
 import sys
@@ -29,7 +28,13 @@ from ridgeline.cli_machine import machine_app
 from ridgeline.cli_plan import plan_app
 from ridgeline.cli_scale import scale_app
 from ridgeline.cli_search import search
-from ridgeline.cli_shared import choose_for_ranks, may_have_gpu, num_cores, require_torch
+from ridgeline.cli_shared import (
+    check_before_start,
+    choose_for_ranks,
+    may_have_gpu,
+    num_cores,
+    require_torch,
+)
 from ridgeline.cli_watch import watch
 from ridgeline.errors import Requeue, RunError, UsageError, complain, say
 from ridgeline.launch.env import wants_traceback
@@ -196,7 +201,7 @@ def _train_here(asked: _Asked, num_processes: int | None, bind: str, wanted: Wan
     before = asked.before(into)
     count = num_processes or _default_processes(config, before)
     chosen = choose_for_ranks(config, count, count, None if asked.fresh else before)
-    _check_before_start(chosen.config, count)
+    check_before_start(chosen.config, count)
     limits = jobs.limits_here("local", wanted)
     _train_in(asked, chosen, into, Local(count, num_cores(), bind), limits)
 
@@ -213,7 +218,7 @@ def _train_spread(asked: _Asked, kind: str, place: Place, wanted: Wanted) -> Non
     spread = build_spread(kind, place)
     before = None if asked.fresh else asked.before(into)
     chosen = choose_for_ranks(config, spread.num_ranks, spread.per_node, before)
-    _check_before_start(chosen.config, spread.num_ranks)
+    check_before_start(chosen.config, spread.num_ranks)
     with jobs.put_back(kind):
         _train_in(asked, chosen, into, spread, limits)
 
@@ -273,7 +278,7 @@ def _submit(asked: _Asked, kind: str, place: Place, wanted: Wanted, dry_run: boo
     config, into = asked.load() if wanted.array is None else asked.for_first(wanted.array).load()
     into = asked.into if wanted.array is not None else into
     count = (place.nodes or 1) * (place.per_node or 1)
-    _check_before_start(config, count)
+    check_before_start(config, count)
     if _says_past(asked, config, into):
         return
     made = into is None and not dry_run
@@ -318,27 +323,6 @@ def _default_processes(config: RunConfig, before: RunDir | None) -> int:
 
     devices: int = torch.cuda.device_count()
     return max(devices // said * said, said)
-
-
-def _check_before_start(config: RunConfig, num_processes: int) -> None:
-    """Everything that can be known to be wrong without starting a process. A layout that is still `auto`
-    is chosen in the job, on its nodes."""
-    from ridgeline.layout import Layout, check_available, read_auto, require_layout
-    from ridgeline.train.checks import check_batch, check_names
-
-    if read_auto(config.layout) is not None:
-        check_names(config)
-        return
-    said = Layout.parse(config.layout, "layout")
-    # What does not compose does so on no number of processes: that comes before their count. Whether
-    # shards and experts divide `dp` is known when `dp` is.
-    require_layout(said.replace(dp=math.lcm(said.dp, said.shard or 1, said.ep)), "layout")
-    layout = Layout.parse_for(config.layout, num_processes, "layout")
-    require_layout(layout, "layout")
-    for finding in check_available(layout):
-        raise UsageError(str(finding))
-    check_batch(config, layout)
-    check_names(config)
 
 
 def _run_ranks(

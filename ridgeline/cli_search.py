@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import shlex
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline import cli_jobs as jobs
-from ridgeline.cli_shared import may_have_gpu, num_cores, require_torch
-from ridgeline.errors import UsageError, say
+from ridgeline.cli_shared import check_before_start, may_have_gpu, num_cores, require_torch
+from ridgeline.errors import RunError, UsageError, complain, say
+from ridgeline.launch.env import said_threads
 
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
@@ -88,13 +92,16 @@ def search(
     out: Annotated[
         Path | None, typer.Option(help="The search's folder; default: searches/NAME-DATE.")
     ] = None,
+    retry: Annotated[
+        bool, typer.Option("--retry-failed", help="Of a search: its failed trials once more.")
+    ] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Only what is known of a search so far.")
     ] = False,
 ) -> None:
     """Search for the settings that train best, or go on with a search that was cut off."""
     from ridgeline.launch.lock import locked
-    from ridgeline.search.request import extended, make_request
+    from ridgeline.search.request import resumed
     from ridgeline.search.trials import Journal, read_request, write_request
 
     folder = Path(recipe)
@@ -105,108 +112,185 @@ def search(
         "out": out,
     }  # fmt: skip
     given = [f"--{name}" for name, value in said.items() if value is not None] + (overrides or [])
-    if show and not known:
-        raise UsageError(f"--show is for searches, and {recipe} is none; give the folder of one")
+    for option, asked in (("--show", show), ("--retry-failed", retry)):
+        if asked and not known:
+            raise UsageError(
+                f"{option} is for searches, and {recipe} is none; give the folder of one"
+            )
     if known and given:
         raise UsageError(
             f"{folder} is a search, and goes on as it began; leave {given[0]} out (--trials and --at-once "
             "may change)"
         )
     if show:
-        request = read_request(folder)
-        _write(Journal(folder), request)
-        _show(Journal(folder), request)
+        _show(Journal(folder), read_request(folder))
         return
     require_torch("`ridgeline search`")
     if not known:
-        request = make_request(
-            over or (),
-            workdir=str(Path.cwd()),
+        new = _Asked(recipe, overrides or [], over or [], job or [], on, ranks, at_once)
+        folder = new.prepare(
+            out,
             trials=trials,
             schedule=schedule,
             draw=draw,
             metric=metric,
             seed=seed,
-            ranks=ranks,
-            on=on,
-            job=job or (),
             factor=factor,
             first=first,
             rounds=rounds,
         )
-        folder = _prepare(recipe, overrides or [], request, out, at_once)
-    with locked(folder):
-        if known:
-            request = extended(read_request(folder), trials, len(Journal(folder).trials))
-            write_request(folder, request)
-        _run(folder, request, at_once)
+    with locked(folder, f"look at it with `ridgeline search {shlex.quote(str(folder))} --show`"):
+        request = resumed(read_request(folder), trials, at_once, retry, len(Journal(folder).trials))
+        places = _places(request, _config(folder))
+        write_request(folder, request)
+        _run(folder, request, places, retry)
 
 
-def _run(folder: Path, request: Request, at_once: int | None) -> None:
+def _run(folder: Path, request: Request, places: Places, retry: bool) -> None:
+    from ridgeline.rundir import RunDir
     from ridgeline.search.run import Search
+    from ridgeline.search.trials import winner
 
-    found = Search(folder, request, _places(request, folder, at_once), _Teller(folder, request))
+    found = Search(folder, request, places, _Teller(request))
     say(f"{folder}: {_plan_text(request, found.schedule.shares)}")
     try:
-        found.run()
+        found.run(retry)
     finally:
-        _write(found.journal, request)
-    _show(found.journal, request)
+        with suppress(OSError):  # a full disk is told by what it stopped
+            _show(found.journal, request)
+        if RunDir(found.journal.folder).write_waiting():
+            complain(RunError(f"the disk has not taken all results of {folder}; make room"))
+    if winner(found.journal.trials, bool(found.journal.higher)) is None:
+        failed = [one for one in found.journal.trials if one.failed]
+        why = f"all failed, the last with: {failed[-1].failed}" if failed else "none gave a number"
+        raise RunError(f"no trial has a result: {why}")
 
 
-def _prepare(
-    recipe: str, overrides: list[str], request: Request, out: Path | None, at_once: int | None
-) -> Path:
-    """The folder of a new search, with a copy of the recipe that no later edit changes."""
-    from ridgeline.config import dump_config, find_recipe, load_config
-    from ridgeline.launch.schedulers.table import SCHEDULERS
+@dataclass(frozen=True)
+class _Asked:
+    """A new search, before anything is made of it."""
+
+    recipe: str
+    overrides: list[str]
+    over: list[str]
+    job: list[str]
+    on: str | None
+    ranks: int | None
+    at_once: int | None
+
+    def prepare(self, out: Path | None, **said: Any) -> Path:
+        """The folder, with a copy of the recipe that no later edit changes; where the same search was
+        begun before, as a job that is put back into the queue has it, that one."""
+        from ridgeline.config import dump_config, find_recipe, load_config
+        from ridgeline.search.request import KEPT, make_request
+        from ridgeline.search.run import RECIPE
+        from ridgeline.search.space import fit_types, read_space
+        from ridgeline.search.trials import write_request
+        from ridgeline.typed import leaf_items, to_plain
+
+        for text in self.overrides:
+            if text.partition("=")[0].strip() in KEPT and not text.startswith("train.target"):
+                raise UsageError(f"{text} is the search's own in every trial; leave it out")
+        config = load_config(find_recipe(self.recipe), self.overrides).config
+        values = dict(leaf_items(to_plain(config)))
+        kind = self._kind()
+        request = make_request(
+            [one.text() for one in fit_types(read_space(self.over), values)],
+            workdir=str(Path.cwd()),
+            ranks=self._count_ranks(config, kind),
+            at_once=self.at_once,
+            on=kind,
+            job=self.job,
+            **said,
+        )
+        config = self._in_trials(config, request)
+        _places(request, config)
+        self._try_ends(request)
+        name = f"{config.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        folder = out or Path("searches") / name
+        text = dump_config(config)
+        if folder.exists() and any(folder.iterdir()):
+            _require_same(folder, request, text)
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RECIPE).write_text(text, encoding="utf-8")
+        write_request(folder, request)
+        return folder
+
+    def _kind(self) -> str | None:
+        from ridgeline.launch.nodes import resolve_kind
+
+        kind = None if self.on is None else resolve_kind(self.on, "--on")
+        return None if kind == "local" else kind
+
+    def _count_ranks(self, config: RunConfig, kind: str | None) -> int:
+        """As many as the layout says, where nobody else does."""
+        from ridgeline.layout import Layout, read_auto
+
+        if self.ranks is not None or kind is not None or read_auto(config.layout) is not None:
+            return self.ranks or 1
+        return Layout.parse(config.layout, "layout").world_size
+
+    def _in_trials(self, config: RunConfig, request: Request) -> RunConfig:
+        """What all trials have, whatever the recipe says: none ends early, each knows the metric."""
+        keep = "" if config.train.eval_samples == 0 else request.metric
+        threads = config.threads
+        if threads is None and not request.on and (config.device == "cpu" or not _num_gpus()):
+            # Sums depend on it to the last bit: whoever trains the best one again gets the same.
+            share = max(1, num_cores() // ((self.at_once or 1) * request.ranks))
+            threads = said_threads() or share
+        return dataclasses.replace(
+            config,
+            train=dataclasses.replace(config.train, target={}, stop_after=1.0),
+            checkpoint=dataclasses.replace(config.checkpoint, keep=1, keep_best=keep),
+            threads=threads,
+        )
+
+    def _try_ends(self, request: Request) -> None:
+        """A key that is not known, or a value that is refused, is told before anything is made."""
+        from ridgeline.config import find_recipe, load_config
+        from ridgeline.search.space import overrides_of, read_space
+
+        space = read_space(request.space)
+        for one in space:
+            ends = one.choices or (one.at(0.0), one.at(math.nextafter(1.0, 0.0)))
+            for value in ends:
+                load_config(
+                    find_recipe(self.recipe), [*self.overrides, *overrides_of({one.key: value})]
+                )
+        if not request.on and not any(o.key.startswith(("layout", "train.batch")) for o in space):
+            config = load_config(find_recipe(self.recipe), self.overrides).config
+            check_before_start(config, request.ranks)
+
+
+def _require_same(folder: Path, request: Request, recipe: str) -> None:
     from ridgeline.search.run import RECIPE
-    from ridgeline.search.space import overrides_of, read_space
-    from ridgeline.search.trials import write_request
+    from ridgeline.search.trials import read_request
 
-    config = load_config(find_recipe(recipe), [*overrides, *_same(request)]).config
-    if config.threads is None and not request.on and (config.device == "cpu" or not _num_gpus()):
-        # Sums depend on it to the last bit: whoever trains the best one again gets the same.
-        each = max(1, num_cores() // ((at_once or 1) * request.ranks))
-        config = dataclasses.replace(config, threads=each)
-    # A key that is not known, or a value that is too small, is told before anything is made.
-    for one in read_space(request.space):
-        ends = one.choices or (one.at(0.0), one.at(math.nextafter(1.0, 0.0)))
-        for value in ends:
-            load_config(find_recipe(recipe), [*overrides, *overrides_of({one.key: value})])
-    if request.on[:1] == ("--on",) and request.on[1] not in SCHEDULERS:
-        jobs.where_to(request.on[1], "--on", jobs.JobOptions(), jobs.JobOptions().wanted(None))
-    folder = out or Path("searches") / f"{config.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
-    if folder.exists() and any(folder.iterdir()):
+    if not (folder / "search.json").is_file():
         raise UsageError(f"{folder} is there already and no search; choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE).write_text(dump_config(config), encoding="utf-8")
-    write_request(folder, request)
-    return folder
+    before = read_request(folder)
+    same = dataclasses.replace(before, trials=request.trials, at_once=request.at_once) == request
+    if not same or (folder / RECIPE).read_text(encoding="utf-8") != recipe:
+        raise UsageError(
+            f"{folder} is another search: `ridgeline search {shlex.quote(str(folder))}` goes on with it; "
+            "choose another --out for this one"
+        )
 
 
-def _same(request: Request) -> list[str]:
-    """What all trials need, whatever the recipe says: none ends early, and each knows the metric."""
-    keep = [] if request.metric == "loss" else [f"checkpoint.keep_best={request.metric}"]
-    return ["train.target={}", "train.stop_after=1.0", "checkpoint.keep=1", *keep]
-
-
-def _places(request: Request, folder: Path, at_once: int | None) -> Places:
-    import os
-
+def _places(request: Request, config: RunConfig) -> Places:
     from ridgeline.launch.env import visible_devices
     from ridgeline.search.places import build_places
 
     on = request.on[1] if request.on[:1] == ("--on",) else None
-    config = _config(folder)
     devices = [] if on is not None or config.device == "cpu" else visible_devices(_num_gpus())
-    if devices and len(devices) < request.ranks * (at_once or 1):
+    if devices and len(devices) < request.ranks * (request.at_once or 1):
         raise UsageError(
-            f"--at-once {at_once or 1} trials of -n {request.ranks} ranks need more GPUs than the "
+            f"--at-once {request.at_once or 1} trials of -n {request.ranks} ranks need more GPUs than the "
             f"{len(devices)} that are here; ask for fewer"
         )
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return build_places(on, at_once, request.ranks, devices, cores or range(num_cores()))
+    return build_places(on, request.at_once, request.ranks, devices, cores or range(num_cores()))
 
 
 def _config(folder: Path) -> RunConfig:
@@ -237,8 +321,8 @@ def _plan_text(request: Request, shares: tuple[float, ...]) -> str:
 class _Teller:
     """A line for each result."""
 
-    def __init__(self, folder: Path, request: Request) -> None:
-        self._folder, self._request, self._began = folder, request, time.monotonic()
+    def __init__(self, request: Request) -> None:
+        self._request, self._began = request, time.monotonic()
 
     def __call__(self, trial: Trial, failed: str) -> None:
         from ridgeline.search.show import share_text
@@ -255,10 +339,10 @@ class _Teller:
         say(f"[{took:6.0f} s] trial {trial.name}: {what} ({settings})")
 
 
-def _write(journal: Journal, request: Request) -> None:
+def _write(journal: Journal, request: Request) -> Trial | None:
     """The best settings so far, and the page."""
     from ridgeline.report.searched import build_search_page
-    from ridgeline.search.show import table_of, write_best
+    from ridgeline.search.show import table_of, tell_best, write_best
 
     best = write_best(journal, request)
     headers, rows = table_of(journal, request)
@@ -271,7 +355,7 @@ def _write(journal: Journal, request: Request) -> None:
     keys = [text.partition("=")[0] for text in request.space]
     points = {
         key: [
-            (one.settings[key], one.scores[one.share], one.share)
+            (one.name, one.settings[key], one.scores[one.share], one.share)
             for one in journal.trials
             if one.has_finite_score
         ]
@@ -284,18 +368,25 @@ def _write(journal: Journal, request: Request) -> None:
         headers=headers,
         rows=rows,
         best=best.name if best is not None else "",
+        said=tell_best(journal, request, best) if best is not None else ["No trial has a result."],
+        reports={
+            one.name: f"trials/{one.name}/report.html"
+            for one in journal.trials
+            if (journal.path(one) / "report.html").is_file()
+        },
         curves=curves,
         points=points,
         log_keys=[text.partition("=")[0] for text in request.space if text.endswith(":log")],
     )
+    return best
 
 
 def _show(journal: Journal, request: Request) -> None:
-    from ridgeline.search.show import show_table, table_of, tell_best, write_best
+    from ridgeline.search.show import show_table, table_of, tell_best
 
     for line in show_table(*table_of(journal, request)):
         say(line)
-    best = write_best(journal, request)
+    best = _write(journal, request)
     for line in (
         tell_best(journal, request, best) if best is not None else ["no trial has a result"]
     ):

@@ -6,6 +6,7 @@ Needs no torch. Called by `cli.py` and the `cli_*.py` beside it.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -81,6 +82,27 @@ def choose_for_ranks(
     for line in chosen.lines:
         typer.echo(line)
     return chosen
+
+
+def check_before_start(config: RunConfig, num_processes: int) -> None:
+    """Everything that can be known to be wrong without starting a process. A layout that is still `auto`
+    is chosen in the job, on its nodes."""
+    from ridgeline.layout import Layout, check_available, read_auto, require_layout
+    from ridgeline.train.checks import check_batch, check_names
+
+    if read_auto(config.layout) is not None:
+        check_names(config)
+        return
+    said = Layout.parse(config.layout, "layout")
+    # What does not compose does so on no number of processes: that comes before their count. Whether
+    # shards and experts divide `dp` is known when `dp` is.
+    require_layout(said.replace(dp=math.lcm(said.dp, said.shard or 1, said.ep)), "layout")
+    layout = Layout.parse_for(config.layout, num_processes, "layout")
+    require_layout(layout, "layout")
+    for finding in check_available(layout):
+        raise UsageError(str(finding))
+    check_batch(config, layout)
+    check_names(config)
 
 
 def tracer() -> Trace | None:

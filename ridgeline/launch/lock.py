@@ -27,12 +27,13 @@ STALE_S = 120.0
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Nobody else trains in `directory` meanwhile; refuses when somebody does."""
+def locked(directory: Path, instead: str = "choose another --run") -> Iterator[None]:
+    """Nobody else trains in `directory` meanwhile; refuses when somebody does, and says what to do
+    instead of waiting."""
     import psutil
 
     path = directory / NAME
-    _require_free(path)
+    _require_free(path, instead)
     mine = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -58,7 +59,7 @@ def _touch(path: Path, ended: threading.Event) -> None:
             os.utime(path)
 
 
-def _require_free(path: Path) -> None:
+def _require_free(path: Path, instead: str) -> None:
     try:
         owner = json.loads(path.read_text(encoding="utf-8"))
         age_s = time.time() - path.stat().st_mtime
@@ -67,7 +68,7 @@ def _require_free(path: Path) -> None:
     if _is_alive(owner, path, age_s):
         raise UsageError(
             f"{path.parent} is being trained in by process {owner['pid']} on {owner['host']}; wait for it, "
-            f"or choose another --run (if it is gone, remove {path})"
+            f"or {instead} (if it is gone, remove {path})"
         )
 
 

@@ -96,7 +96,7 @@ def _tpe(space: Space, seed: int) -> Draw:
             )
             study.add_trials([_known(optuna, one, known) for one in trials if one.has_finite_score])
             asked = study.ask(known)
-        return {one.key: _rounded(asked.params[one.key]) for one in space}
+        return {one.key: asked.params[one.key] for one in space}
 
     return draw
 
@@ -117,10 +117,6 @@ def _known(optuna: Any, trial: Trial, known: dict[str, Any]) -> Any:
     return optuna.trial.create_trial(
         params={key: trial.settings[key] for key in known}, distributions=known, value=value
     )
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 DRAWS: dict[str, Callable[[Space, int], Draw]] = {

@@ -23,6 +23,7 @@ from typing import Any
 from ridgeline.checkpoint.manifest import list_checkpoints
 from ridgeline.config import dump_config, find_recipe, load_config
 from ridgeline.errors import RunError, UsageError
+from ridgeline.launch.rank import end_with_parent
 from ridgeline.rundir import CHECKPOINTS, RunDir
 from ridgeline.search.places import last_words
 from ridgeline.search.run import begin_from
@@ -44,7 +45,7 @@ def trainable(
         raise UsageError(f"rounds={rounds} and ranks={ranks} are counts from 1 on")
     same = (*overrides, "train.target={}", "checkpoint.keep=1")
     # Known here: the trials' working directory is another.
-    folder = Path(out).absolute()
+    folder, workdir = Path(out).absolute(), Path.cwd()
     text = dump_config(load_config(find_recipe(recipe), same).config)
 
     class RidgelineTrainable(tune.Trainable):  # type: ignore[misc]
@@ -76,7 +77,11 @@ def trainable(
             with log.open("ab") as out:
                 command = [sys.executable, "-m", "ridgeline.cli", "train", *words]
                 done = subprocess.run(
-                    [*command, "--run", str(self._run), "-n", str(ranks)], stdout=out, stderr=out
+                    [*command, "--run", str(self._run), "-n", str(ranks)],
+                    stdout=out,
+                    stderr=out,
+                    cwd=workdir,
+                    preexec_fn=end_with_parent,
                 )
             if done.returncode:
                 raise RunError(f"{last_words(log)} ({log})")

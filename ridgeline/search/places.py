@@ -5,6 +5,7 @@ a job of the scheduler that is there. Imports without torch; called by `run.py`.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,15 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ridgeline.errors import Requeue, RunError
+from ridgeline.errors import Requeue, RunError, UsageError
 from ridgeline.launch.env import environment_with
-from ridgeline.launch.job import RECORD
+from ridgeline.launch.job import RECORD, JobState
 from ridgeline.launch.rank import end_with_parent
 from ridgeline.launch.records import JobRecord, find_record
 from ridgeline.launch.schedulers.table import SCHEDULERS, find_scheduler
 
+_RAISED = re.compile(r"[A-Za-z_.]*(Error|Exception|Interrupt)\b")
 STOP_S = 60.0
 """Seconds that trials get to save what they have before they are killed."""
+LOST_S = 300.0
+"""A job that its scheduler has not known of for so long is over."""
+_TAKEN = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")
+"""What was done to a job, and is no fault of its trial's."""
 _ASK_S = 5.0
 """Between two questions to a scheduler about one job."""
 
@@ -62,6 +68,8 @@ class Places(Protocol):
 class _Process:
     process: subprocess.Popen[bytes]
     log: Path
+    begins: int
+    """Bytes that were in the log before."""
     places: Local
     slot: int
     over: bool = False
@@ -76,7 +84,8 @@ class _Process:
         if code == 0:
             return Ended("done")
         how = "stopped" if code in (Requeue.exit_code, -signal.SIGTERM) else "failed"
-        return Ended(how, last_words(self.log) or f"exit code {code}")
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return Ended(how, last_words(self.log, self.begins) or killed)
 
     def stop(self) -> bool:
         with suppress(ProcessLookupError):
@@ -106,6 +115,7 @@ class Local:
 
     def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         slot = self.free.pop(0)
+        begins = log.stat().st_size if log.is_file() else 0
         with log.open("ab") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ridgeline.cli", *words],
@@ -121,7 +131,7 @@ class Local:
         if self.cores:
             with suppress(OSError):
                 os.sched_setaffinity(process.pid, self.cores_of(slot))
-        return _Process(process, log, self, slot)
+        return _Process(process, log, begins, self, slot)
 
     def variables(self, slot: int) -> Mapping[str, str]:
         if not self.devices:
@@ -140,6 +150,8 @@ class _Job:
     record: JobRecord
     log: Path
     asked: float = 0.0
+    known: float = field(default_factory=time.monotonic)
+    """When the scheduler last knew of it."""
 
     def poll(self) -> Ended | None:
         if time.monotonic() - self.asked < _ASK_S:
@@ -147,14 +159,33 @@ class _Job:
         self.asked = time.monotonic()
         try:
             state = find_scheduler(self.record.scheduler).status(self.record.id)
-        except RunError:
+        except (RunError, UsageError):
             return None  # a scheduler that does not answer now does later
-        if state.state in ("waiting", "running", "unknown"):
+        return self.judge(state)
+
+    def may_run(self) -> bool:
+        """Whether another job for the same trial could meet it."""
+        try:
+            state = find_scheduler(self.record.scheduler).status(self.record.id).state
+        except (RunError, UsageError):
+            return True
+        return state in ("waiting", "running", "unknown")
+
+    def judge(self, state: JobState) -> Ended | None:
+        if state.state in ("waiting", "running"):
+            self.known = time.monotonic()
             return None
+        said = f"job {self.record.id}: {state.said} {state.reason}".strip()
+        if (
+            state.state == "unknown"
+        ):  # it forgets jobs that ended, and knows none while it starts anew
+            return Ended("stopped", said) if time.monotonic() - self.known > LOST_S else None
         if state.state == "done":
             return Ended("done")
-        said = f"job {self.record.id}: {state.said} {state.reason}".strip()
-        return Ended("stopped" if state.state == "timeout" else "failed", said)
+        goes_on = state.state == "timeout" or state.said in _TAKEN
+        return Ended(
+            "stopped" if goes_on or state.exit_code == Requeue.exit_code else "failed", said
+        )
 
     def stop(self) -> bool:
         """Jobs stay: they need nobody to watch them, and a search that goes on finds them."""
@@ -173,10 +204,9 @@ class Queue:
 
     def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         if (run / RECORD).is_file():  # of a search that was cut off
-            record = find_record(str(run))
-            state = find_scheduler(record.scheduler).status(record.id).state
-            if state in ("waiting", "running"):
-                return _Job(record, log)
+            job = _Job(find_record(str(run)), log)
+            if job.may_run():
+                return job
         with log.open("ab") as out:
             done = subprocess.run(
                 [sys.executable, "-m", "ridgeline.cli", *words, "--submit"],
@@ -204,12 +234,14 @@ def build_places(
     return Local(count, (), tuple(cores) if count > 1 else ())
 
 
-def last_words(log: Path) -> str:
-    """The sentence of an error, else the last line."""
+def last_words(log: Path, begins: int = 0) -> str:
+    """The sentence of an error, else what a traceback ends with; of what was written after `begins`."""
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = log.read_bytes()[begins:].decode(errors="replace").splitlines()
     except OSError:
         return ""
     said = [line for line in lines if line.startswith("ridgeline: ")]
-    found = said[-1].removeprefix("ridgeline: ") if said else (lines[-1] if lines else "")
-    return found.strip()[:500]
+    if said:
+        return said[-1].removeprefix("ridgeline: ").strip()[:500]
+    raised = [line for line in lines if _RAISED.match(line)]
+    return raised[-1].strip()[:500] if raised else ""

@@ -15,6 +15,8 @@ from ridgeline.search.space import read_space
 from ridgeline.search.trials import Request
 
 TRIALS = 16
+KEPT = ("train.target", "train.stop_after", "checkpoint.keep", "checkpoint.keep_best")
+"""Settings that are the search's own in every trial."""
 _ONLY = {"factor": "halving", "first": "halving", "rounds": "population"}
 """Options that one schedule alone knows."""
 
@@ -28,7 +30,8 @@ def make_request(
     draw: str | None = None,
     metric: str | None = None,
     seed: int | None = None,
-    ranks: int | None = None,
+    ranks: int = 1,
+    at_once: int | None = None,
     on: str | None = None,
     job: Sequence[str] = (),
     **of_schedule: float | None,
@@ -43,6 +46,9 @@ def make_request(
     if job and on is None:
         raise UsageError(f"--job {job[0]} is for jobs; say where with --on, e.g. --on slurm")
     space = read_space(over)
+    for one in space:
+        if one.key in KEPT:
+            raise UsageError(f"--over {one.key} is the search's own in every trial; leave it out")
     made = Request(
         space=tuple(over),
         metric=metric or "loss",
@@ -53,12 +59,24 @@ def make_request(
         factor=int(of_schedule.get("factor") or 3),
         first=float(of_schedule.get("first") or 0.1),
         rounds=int(of_schedule.get("rounds") or 10),
-        ranks=ranks or 1,
+        ranks=ranks,
+        at_once=at_once,
         workdir=workdir,
         on=(*(("--on", on) if on else ()), *job),
     )
     _check(made)
     return made
+
+
+def resumed(
+    request: Request, trials: int | None, at_once: int | None, retry: bool, begun: int
+) -> Request:
+    """The same search, with more trials or others at a time."""
+    if retry and request.schedule == "population":
+        raise UsageError(
+            "--retry-failed: a population has replaced its failed members; begin another search"
+        )
+    return replace(extended(request, trials, begun), at_once=at_once or request.at_once)
 
 
 def extended(request: Request, trials: int | None, begun: int) -> Request:

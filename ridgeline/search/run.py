@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -29,8 +30,10 @@ from ridgeline.search.trials import Journal, Request, Trial
 
 RECIPE = "recipe.yaml"
 _LOOK_S = 0.1
-_HOPELESS = 3
-"""Trials that may fail before any has come to a result."""
+_HOPELESS, _IN_A_ROW = 3, 5
+"""Trials that may fail one after the other, before and after any has come to a result."""
+_IDLE = 2
+"""How often a trial is started that is stopped each time before it has saved anything."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 Tell = Callable[[Trial, str], None]
 
@@ -43,6 +46,8 @@ class _Stretch:
     share: float
     running: Running
     began: float
+    began_at: float
+    """Seconds since 1970."""
     step: int
     """Of the newest checkpoint when it began."""
 
@@ -55,16 +60,21 @@ class Search:
         draw = build_draw(request.draw, space, request.seed)
         self.schedule = build_schedule(request, space, draw)
         self._stretches: list[_Stretch] = []
+        self._failures = 0
+        """In a row."""
 
-    def run(self) -> None:
+    def run(self, retry_failed: bool = False) -> None:
         """Until nothing is left to train; what it was cut off in is for the next call."""
+        for trial in self.journal.trials if retry_failed else ():
+            if trial.failed:
+                self.journal.retry(trial)
         with _hearing() as heard:
             try:
                 self._go(heard)
             finally:
                 self._stop()
         if heard:
-            again = f"`ridgeline search {self._folder}` goes on"
+            again = f"`ridgeline search {shlex.quote(str(self._folder))}` goes on"
             name, left = signal.Signals(heard[0]).name, self._places.left
             if heard[0] in (signal.SIGTERM, signal.SIGUSR1):
                 raise Requeue(f"stopped by {name}; {left}, and {again}", name)
@@ -94,6 +104,9 @@ class Search:
             trial = self.journal.trials[work.number]
         path = self.journal.path(trial)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if has_reached(path, work.share):  # while nobody looked on: a job needs no search around it
+            self._judge(trial, work.share, 0.0)
+            return
         try:
             self._inherit(trial, path)
         except (UsageError, RunError) as error:
@@ -105,7 +118,8 @@ class Search:
             self.words(trial, work.share, path), path, log, self.request.workdir
         )
         step = newest_step(path)
-        self._stretches.append(_Stretch(trial, work.share, running, time.monotonic(), step))
+        now = time.monotonic()
+        self._stretches.append(_Stretch(trial, work.share, running, now, time.time(), step))
 
     def words(self, trial: Trial, share: float, path: Path) -> list[str]:
         """The command that trains it that far."""
@@ -135,32 +149,41 @@ class Search:
     def _finish(self, one: _Stretch, ended: Ended) -> None:
         trial, seconds = one.trial, time.monotonic() - one.began
         path = self.journal.path(trial)
-        if ended.how == "failed":
-            self._fail(trial, ended.words, seconds)
+        if has_reached(path, one.share):
+            self._judge(trial, one.share, seconds)
             return
-        if ended.how == "stopped" or not has_reached(path, one.share):
-            trial.running = 0.0
-            trial.seconds += seconds
-            if newest_step(path) <= one.step:
-                self._fail(trial, ended.words or "it was stopped before it saved anything", 0.0)
-            return  # is asked for again
-        score, higher = judge(path, self.request.metric)
-        self.journal.reach(trial, one.share, score, seconds, higher)
+        trial.idle = trial.idle + 1 if newest_step(path) <= one.step else 0
+        if ended.how == "failed" or trial.idle >= _IDLE:
+            words = told_failure(path, one.began_at) or ended.words
+            self._fail(trial, words or "it was stopped twice before it saved anything", seconds)
+        else:  # is asked for again
+            self.journal.pause(trial, seconds)
+
+    def _judge(self, trial: Trial, share: float, seconds: float) -> None:
+        score, higher = judge(self.journal.path(trial), self.request.metric)
+        self.journal.reach(trial, share, score, seconds, higher)
+        self._failures = 0
         self._tell(trial, "")
 
     def _fail(self, trial: Trial, why: str, seconds: float) -> None:
         self.journal.fail(trial, why, seconds)
         self._tell(trial, why)
-        trials = self.journal.trials
-        failed = [t for t in trials if t.failed]
-        if len(failed) >= _HOPELESS and not any(t.scores for t in trials):
+        self._failures += 1
+        most = _IN_A_ROW if any(t.scores for t in self.journal.trials) else _HOPELESS
+        if self._failures >= most:
             log = self.journal.path(trial).with_suffix(".log")
-            raise RunError(f"the first {len(failed)} trials failed, the last with: {why} ({log})")
+            again = f"`ridgeline search {shlex.quote(str(self._folder))} --retry-failed`"
+            raise RunError(
+                f"{self._failures} trials failed one after the other, the last with: {why} ({log}); once "
+                f"that is mended, {again} tries them again"
+            )
 
     def _stop(self) -> None:
         """Whatever happened: nothing is left running that nobody looks after."""
         ending = [one.running for one in self._stretches if one.running.stop()]
         until = time.monotonic() + STOP_S
+        for one in self._stretches:
+            self.journal.pause(one.trial, time.monotonic() - one.began)
         for running in ending:
             while running.poll() is None and time.monotonic() < until:
                 time.sleep(_LOOK_S)
@@ -195,19 +218,29 @@ def judge(path: Path, metric: str) -> tuple[float, bool]:
     found = evals[-1].metrics
     if metric not in found:
         raise UsageError(
-            f"--metric {metric} is no metric of this recipe: {', '.join(sorted(found))}"
+            f"--metric {metric} is no metric of this recipe; begin another search with one of "
+            f"{', '.join(sorted(found))}"
         )
     saved = list_checkpoints(run.file(CHECKPOINTS))
     best = read_manifest(saved[-1]).state.get("best", {}) if saved else {}
-    return found[metric], bool(best.get("higher", False))
+    return found[metric], best.get("metric") == metric and bool(best.get("higher"))
 
 
 def has_reached(path: Path, share: float) -> bool:
-    """Whether its last stretch was the one that is asked for, and came to its end."""
-    run = RunDir(path)
-    if not run.file(CONFIG).is_file() or run.status() not in ("finished", "stopped"):
-        return False
-    return load_config(run.file(CONFIG)).config.train.stop_after >= share
+    """Whether it ended there, or further on, by itself; a later stretch may be under way."""
+    reached = 0.0
+    for event in RunDir(path).events():
+        if event.event == "end":
+            reached = 1.0
+        elif event.event == "stopped":
+            reached = max(reached, float(event.details.get("share") or 0.0))
+    return reached >= share - 1e-9
+
+
+def told_failure(path: Path, since: float) -> str:
+    """What the run says of how it failed."""
+    said = [e for e in RunDir(path).events() if e.event == "failed" and e.time >= since]
+    return str(said[-1].details.get("message", "")).splitlines()[0] if said else ""
 
 
 def newest_step(path: Path) -> int:

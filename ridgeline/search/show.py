@@ -9,8 +9,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ridgeline.launch.lock import NAME as LOCK
+from ridgeline.layout import Layout
+from ridgeline.rundir import LAYOUT, RunDir
 from ridgeline.search.run import RECIPE
-from ridgeline.search.space import overrides_of, value_text
+from ridgeline.search.space import near_end, overrides_of, read_space, value_text
 from ridgeline.search.trials import Journal, Request, Trial, lineage, winner
 
 BEST = "best.yaml"
@@ -25,12 +28,18 @@ def share_text(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def state_text(trial: Trial) -> str:
+def state_text(journal: Journal, request: Request, trial: Trial) -> str:
     if trial.failed:
         return f"failed: {trial.failed}"
-    if trial.running:
-        return f"is trained to {share_text(trial.running)}"
-    return "trained" if trial.share == 1.0 else "left there"
+    if (journal.path(trial) / LOCK).exists():
+        return "is being trained"
+    if trial.share == 1.0:
+        return "trained"
+    if not trial.scores:
+        return "begun"
+    if request.schedule == "population":
+        return "replaced" if any(t.share > trial.share for t in journal.trials) else "waits"
+    return "went no further"
 
 
 def ordered(trials: Sequence[Trial], higher: bool) -> list[Trial]:
@@ -54,7 +63,9 @@ def table_of(journal: Journal, request: Request) -> tuple[list[str], list[list[s
         score = "" if one.last_score is None else f"{one.last_score:.5g}"
         share = share_text(one.share) if one.scores else ""
         values = [value_text(one.settings[key]) for key in keys]
-        rows.append([name, *values, score, share, f"{one.seconds:.0f}", state_text(one)])
+        rows.append(
+            [name, *values, score, share, f"{one.seconds:.0f}", state_text(journal, request, one)]
+        )
     return headers, rows
 
 
@@ -72,11 +83,16 @@ def commands_of(journal: Journal, request: Request, trial: Trial) -> list[str]:
     changed, else one for each stretch of them."""
     found = []
     line = lineage(journal.trials, trial)
+    layout = journal.path(trial) / LAYOUT
+    # Under a scheduler -n counts those of a node; the run has written how many there were.
+    ranks = request.ranks
+    if layout.is_file():
+        ranks = Layout.parse(layout.read_text().strip(), LAYOUT).world_size
     for one, after in zip(line, [*line[1:], None], strict=True):
         share = trial.share if after is None else after.begins
         words = [str(journal.folder.absolute() / RECIPE), *overrides_of(one.settings)]
         stop = [] if share == 1.0 else [f"train.stop_after={share!r}"]
-        told = shlex.join(["ridgeline", "train", *words, *stop, "-n", str(request.ranks)])
+        told = shlex.join(["ridgeline", "train", *words, *stop, "-n", str(ranks)])
         found.append(f'{told} --run "$run"')
     return found
 
@@ -89,7 +105,8 @@ def write_best(journal: Journal, request: Request) -> Trial | None:
     if best is None:
         return None
     config = load_config(journal.folder / RECIPE, overrides_of(best.settings)).config
-    (journal.folder / BEST).write_text(dump_config(config), encoding="utf-8")
+    folder = RunDir(journal.folder)  # for its way of writing
+    folder.write_text(BEST, dump_config(config))
     lines = [
         "#!/bin/sh",
         "# Train the best trial again: sh again.sh RUN_DIRECTORY",
@@ -99,7 +116,7 @@ def write_best(journal: Journal, request: Request) -> Trial | None:
         f"cd {shlex.quote(request.workdir)}",
     ]
     text = "\n".join([*lines, *commands_of(journal, request, best)]) + "\n"
-    (journal.folder / AGAIN).write_text(text, encoding="utf-8")
+    folder.write_text(AGAIN, text)
     return best
 
 
@@ -114,6 +131,10 @@ def tell_best(journal: Journal, request: Request, best: Trial) -> list[str]:
     if len(line) > 1:
         steps = [f"{one.name} from {share_text(one.begins)}" for one in line[1:]]
         lines.append(f"its settings changed on the way: {line[0].name}, {', '.join(steps)}")
+    space = read_space(request.space)
+    ends = [one.text() for one in space if near_end(one, best.settings[one.key])]
+    if ends:
+        lines.append(f"it lies near an end of {', '.join(ends)}: better ones may be beyond it")
     lines.append(
         f"settings: {_shown(folder / BEST)}; trains it again: sh {_shown(folder / AGAIN)} RUN"
     )

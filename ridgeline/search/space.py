@@ -12,7 +12,8 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -25,7 +26,8 @@ Settings = dict[str, Any]
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(\w+))?")
 _WHOLE = re.compile(r"[-+]?\d+")
-_NUDGES = (0.8, 1.2)
+_NUDGE, _LEAST = 0.2, 0.02
+"""How far a value is nudged: a share of itself, and at least one of its range."""
 _ANEW = 0.25
 """How often a setting that is nudged is drawn anew instead."""
 
@@ -54,7 +56,7 @@ class Dimension:
             value = math.exp(math.log(low) + place * (math.log(high) - math.log(low)))
         else:
             value = low + place * (high - low)
-        return min(int(value), int(self.high)) if self.whole else float(f"{value:.4g}")
+        return min(int(value), int(self.high)) if self.whole else self._tidy(value)
 
     def nudged(self, value: Any, dice: random.Random) -> Any:
         """A value nearby, or now and then any: how a population looks around."""
@@ -62,15 +64,29 @@ class Dimension:
             return self.at(dice.random())
         if self.choices:
             now = self.choices.index(value)
-            return self.choices[min(max(now + dice.choice((-1, 1)), 0), len(self.choices) - 1)]
-        moved = min(max(value * dice.choice(_NUDGES), self.low), self.high)
-        return round(moved) if self.whole else float(f"{moved:.4g}")
+            ways = [i for i in (now - 1, now + 1) if 0 <= i < len(self.choices)]
+            return self.choices[dice.choice(ways)]
+        # At least a step of its range, so that nothing is stuck at 0 or between two whole numbers.
+        least = 1.0 if self.whole else 0.0 if self.log else _LEAST * (self.high - self.low)
+        by = max(abs(value) * _NUDGE, least)
+        ways = [v for v in (value - by, value + by) if self.low <= v <= self.high]
+        moved = dice.choice(ways) if ways else self.at(dice.random())
+        return round(moved) if self.whole else self._tidy(moved)
+
+    def _tidy(self, value: float) -> float:
+        """With as few digits as its range allows, and never outside of it."""
+        grain = (abs(value) if self.log else self.high - self.low) * 1e-3
+        for digits in (4, 6, 9):
+            short = float(f"{value:.{digits}g}")
+            if abs(short - value) <= grain and self.low <= short <= self.high:
+                return short
+        return min(max(value, self.low), self.high)
 
     def text(self) -> str:
         """As it was written."""
         if self.choices:
             return f"{self.key}={','.join(value_text(value) for value in self.choices)}"
-        ends = [str(int(end)) if self.whole else f"{end:g}" for end in (self.low, self.high)]
+        ends = [str(int(end)) if self.whole else repr(float(end)) for end in (self.low, self.high)]
         return f"{self.key}={ends[0]}..{ends[1]}{':log' * self.log}"
 
 
@@ -98,7 +114,7 @@ def _read(text: str) -> Dimension:
             "(train.batch=32,64)"
         )
     match = _RANGE.fullmatch(said)
-    if match is None and ".." in said:
+    if ".." in said and (match is None or "..." in said):
         raise UsageError(f"--over {text}: a range is LOW..HIGH or LOW..HIGH:log")
     if match is None:
         return Dimension(key, choices=_read_list(text, said))
@@ -122,6 +138,13 @@ def _read_list(text: str, said: str) -> tuple[Any, ...]:
         raise UsageError(f"--over {text}: the values are not valid YAML") from error
     if not isinstance(values, list) or len(values) < 2:
         raise UsageError(f"--over {text}: a list needs two values or more; one is an override")
+    for value in values:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"--over {text}: {value} is no number, word or list; put it in quotes"
+            ) from error
     if any(values.count(value) > 1 for value in values):
         raise UsageError(f"--over {text}: the list has a value twice")
     return tuple(values)
@@ -133,7 +156,14 @@ def value_text(value: Any) -> str:
     >>> value_text(0.001), value_text([0.9, 0.95]), value_text("sgd"), value_text(None)
     ('0.001', '[0.9, 0.95]', 'sgd', 'null')
     """
-    return value if isinstance(value, str) else json.dumps(value)
+    from ridgeline.config import read_value
+
+    if not isinstance(value, str):
+        return json.dumps(value)
+    with suppress(yaml.YAMLError, ValueError):
+        if read_value(value) == value:
+            return value
+    return json.dumps(value)
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
@@ -147,3 +177,21 @@ def point(space: Space, places: Sequence[float]) -> Settings:
 def nudge(space: Space, settings: Mapping[str, Any], dice: random.Random) -> Settings:
     """A neighbour of a point."""
     return {one.key: one.nudged(settings[one.key], dice) for one in space}
+
+
+def near_end(one: Dimension, value: Any) -> bool:
+    """Whether the best may lie outside: the value is in the last twentieth of its range."""
+    if one.choices:
+        return False
+    low, high, at = one.low, one.high, float(value)
+    if one.log:
+        low, high, at = math.log(low), math.log(high), math.log(at)
+    return not low + 0.05 * (high - low) < at < high - 0.05 * (high - low)
+
+
+def fit_types(space: Space, now: Mapping[str, Any]) -> Space:
+    """A range that was written with whole numbers, of a setting that is none, is one of any numbers."""
+    return tuple(
+        replace(one, whole=False) if one.whole and isinstance(now.get(one.key), float) else one
+        for one in space
+    )

@@ -40,6 +40,8 @@ class Trial:
     """That it was trained for."""
     running: float = 0.0
     """The share that it is being trained to; 0 where it is not."""
+    idle: int = 0
+    """Stretches in a row that ended before their time and trained nothing."""
 
     @property
     def share(self) -> float:
@@ -72,6 +74,7 @@ class Request:
     first: float
     rounds: int
     ranks: int
+    at_once: int | None = None
     workdir: str = "."
     """Where it was begun: what recipes name by a path, or import, is found from there."""
     on: tuple[str, ...] = ()
@@ -108,6 +111,14 @@ class Journal:
             higher=higher,
         )
 
+    def pause(self, trial: Trial, seconds: float) -> None:
+        """It was stopped, and goes on from its newest checkpoint."""
+        self._write(what="paused", number=trial.number, seconds=round(seconds, 3))
+
+    def retry(self, trial: Trial) -> None:
+        """It failed for a reason that is gone."""
+        self._write(what="again", number=trial.number, seconds=0.0)
+
     def fail(self, trial: Trial, why: str, seconds: float) -> None:
         self._write(what="failed", number=trial.number, why=why, seconds=round(seconds, 3))
 
@@ -124,8 +135,8 @@ class Journal:
         trial = self.trials[line["number"]]
         trial.seconds += line["seconds"]
         trial.running = 0.0
-        if line["what"] == "failed":
-            trial.failed = line["why"]
+        if line["what"] != "reached":
+            trial.failed = line.get("why", "")
             return
         self.higher = line["higher"]
         worst = -math.inf if self.higher else math.inf
@@ -141,7 +152,7 @@ def best_first(trials: Iterable[Trial], share: float, higher: bool) -> list[Tria
 
 def winner(trials: Iterable[Trial], higher: bool) -> Trial | None:
     """The best of those that were trained furthest."""
-    found = [one for one in trials if one.scores and not one.failed]
+    found = [one for one in trials if one.has_finite_score and not one.failed]
     furthest = max((one.share for one in found), default=0.0)
     return next(iter(best_first(found, furthest, higher)), None)
 

@@ -389,11 +389,15 @@ def test_a_search_whose_trials_are_jobs_is_cut_off_and_finds_them_again(
     logs = [folder / "trials" / f"{number:03d}.log" for number in range(2)]
     wait_until(
         "both jobs",
-        lambda: all(path.is_file() and "job " in path.read_text() for path in logs),
+        lambda: (
+            first.poll() is not None
+            or all(path.is_file() and "job " in path.read_text() for path in logs)
+        ),
         300,
         0.25,
     )
-    cluster.run(["pkill", "-TERM", "-f", "ridgeline.cli search"], check=True)
+    owner = json.loads((folder / ".lock").read_text())["pid"]
+    cluster.run(["kill", "-TERM", str(owner)], check=True)
     assert first.wait(60) == 75
     done = cluster.run(ridgeline("search", folder, "--at-once", 2), check=True)
     assert "best: trial" in done.stdout

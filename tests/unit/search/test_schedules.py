@@ -43,6 +43,7 @@ def play(
     order: int,
     cut_after: int | None = None,
     fails: Callable[[Trial, float], bool] = lambda trial, share: False,
+    higher: bool = False,
 ) -> Journal:
     """A search with results in an order that chance decides; cut off after so many of them."""
     folder.mkdir(exist_ok=True)
@@ -52,7 +53,7 @@ def play(
     dice, running, ended = random.Random(order), [], 0
     while True:
         while len(running) < at_once:
-            work = schedule.next(journal.trials, False)
+            work = schedule.next(journal.trials, higher)
             if work is None:
                 break
             trial = (
@@ -69,7 +70,8 @@ def play(
         if fails(trial, share):
             journal.fail(trial, "said so", 1.0)
         else:
-            journal.reach(trial, share, score(trial, share), 1.0, False)
+            value = score(trial, share)
+            journal.reach(trial, share, -value if higher else value, 1.0, higher)
 
 
 def count(journal: Journal) -> dict[float, int]:
@@ -97,6 +99,19 @@ def test_halving_always_ends_with_one_that_was_trained_to_its_end(
     assert len(journal.trials) == trials
     assert any(one.share == 1.0 for one in journal.trials)
     assert not any(one.running for one in journal.trials)
+
+
+@pytest.mark.parametrize("schedule", ["halving", "population"])
+def test_more_may_be_better(tmp_path: Path, schedule: str) -> None:
+    """The same scores turned round, and the same trials go on."""
+    request = replace(REQUEST, schedule=schedule)
+    less = play(tmp_path / "less", request, 1, 0)
+    more = play(tmp_path / "more", request, 1, 0, higher=True)
+    assert [t.scores.keys() for t in more.trials] == [t.scores.keys() for t in less.trials]
+    assert [t.parent for t in more.trials] == [t.parent for t in less.trials]
+    best = winner(more.trials, True)
+    assert best is not None
+    assert best.number == winner(less.trials, False).number  # type: ignore[union-attr]
 
 
 def test_halving_passes_over_what_failed(tmp_path: Path) -> None:

@@ -9,15 +9,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import ridgeline
 from ridgeline.cli import app
-from ridgeline.errors import UsageError
-from ridgeline.rundir import RunDir
-from ridgeline.search.places import Local, Queue, build_places, last_words
-from ridgeline.search.run import judge
+from ridgeline.errors import RunError, UsageError
+from ridgeline.launch.job import JobState
+from ridgeline.launch.records import JobRecord
+from ridgeline.rundir import EvalRecord, RunDir
+from ridgeline.search.places import (
+    LOST_S,
+    Ended,
+    Local,
+    Queue,
+    _Job,
+    build_places,
+    last_words,
+)
+from ridgeline.search.request import make_request
+from ridgeline.search.run import Search, judge
 from ridgeline.search.trials import Journal
 
 RIDGELINE = [sys.executable, "-m", "ridgeline.cli"]
@@ -82,7 +96,10 @@ def test_a_population_is_stopped_goes_on_and_is_trained_again_bit_for_bit(tmp_pa
         for folder in ("again", f"s/trials/{best}")
     ]
     assert weights[0] == weights[1]
-    assert f"trial {best}" in (tmp_path / "s" / "search.html").read_text()
+    page = (tmp_path / "s" / "search.html").read_text()
+    assert f"best: trial {best}, accuracy" in page
+    assert 'href="trials/000/report.html"' in page
+    assert "accuracy by train.lr" in page
 
 
 @pytest.mark.slow
@@ -90,7 +107,7 @@ def test_settings_that_cannot_be_trained_end_a_search_that_has_no_others(tmp_pat
     """A batch that two ranks cannot share: every trial fails, the third ends it with the reason."""
     words = (*SMALL, "--over", "train.batch=31,33,35", "--draw", "grid", "-n", "2", "--out", "s")
     said = search(tmp_path, *words, code=1)
-    assert "the first 3 trials failed" in said
+    assert "3 trials failed one after the other" in said
     assert "is not divisible by dp=2" in said
     assert all(t.failed for t in Journal(tmp_path / "s").trials)
 
@@ -106,6 +123,14 @@ def test_settings_that_cannot_be_trained_end_a_search_that_has_no_others(tmp_pat
         ((*SMALL, *OVER, "--draw", "grid"), "is a range; write a list"),
         ((*SMALL, "--over", "train.batch=32,64", "--draw", "grid", "--trials", "3"), "2 points"),
         ((*SMALL, *OVER, "--job=--time=1h"), "say where with --on"),
+        ((*SMALL, *OVER, "--retry-failed"), "--retry-failed is for searches"),
+        ((*SMALL, *OVER, "checkpoint.keep=7"), "checkpoint.keep=7 is the search's own"),
+        (
+            (*SMALL, "--over", "train.stop_after=0.2,0.4"),
+            "--over train.stop_after is the search's own",
+        ),
+        ((*SMALL, *OVER, "layout=dp=2", "-n", "1"), "needs 2 processes"),
+        ((*SMALL, *OVER, "--on", "magic"), "unknown scheduler 'magic' in --on"),
         ((*SMALL, "--show"), "--show is for searches"),
         ((*SMALL, *OVER, "--rounds", "4"), "--rounds 4 is for --schedule population"),
         ((*SMALL, *OVER, "--schedule", "full", "--first", "0.2"), "is for --schedule halving"),
@@ -119,6 +144,40 @@ def test_a_slip_of_the_pen_is_told_before_anything_is_made(
     assert isinstance(found.exception, UsageError)
     assert said in str(found.exception)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_what_a_recipe_keeps_for_says_nothing_of_the_metric(tmp_path: Path) -> None:
+    """Kept for its accuracy, judged by its loss: less is better. The one with the rate of next to nothing
+    is the worst; the same command goes on with the same search, another in its folder is refused, and what
+    failed is tried again."""
+    recipe = tmp_path / "kept.yaml"
+    text = (Path(ridgeline.__file__).parent / "recipes" / "digits.yaml").read_text()
+    recipe.write_text(text + "checkpoint: {keep_best: accuracy}\n")
+    words = (
+        "kept.yaml",
+        *SMALL[1:],
+        "--over",
+        "train.lr=1e-9,1e-2",
+        "--draw",
+        "grid",
+        "--schedule",
+        "full",
+    )
+    said = search(tmp_path, *words, "--out", "s")
+    assert "train.lr=0.01" in said.partition("best: trial")[2].splitlines()[0]
+    before = (tmp_path / "s" / "journal.jsonl").read_bytes()
+    assert "best: trial" in search(tmp_path, *words, "--out", "s")
+    assert (tmp_path / "s" / "journal.jsonl").read_bytes() == before
+    other = search(tmp_path, *words, "train.seed=1", "--out", "s", code=2)
+    assert "s is another search: `ridgeline search s` goes on with it" in other
+
+    journal = Journal(tmp_path / "s")
+    trial = journal.trials[0]
+    journal.fail(trial, "the disk was full", 1.0)
+    assert "failed: the disk was full" in search(tmp_path, "s", "--show")
+    assert "failed" not in search(tmp_path, "s", "--retry-failed")
+    assert Journal(tmp_path / "s").trials[0].scores == trial.scores
 
 
 def test_a_folder_that_is_no_search_is_left_alone(tmp_path: Path) -> None:
@@ -140,8 +199,74 @@ def test_trials_share_out_devices_and_cores() -> None:
     assert isinstance(build_places("slurm", None, 1, [], []), Queue)
 
 
+@pytest.mark.parametrize(
+    ("state", "said", "code", "how"),
+    [
+        ("waiting", "PENDING", None, None), ("running", "RUNNING", None, None),
+        ("done", "COMPLETED", 0, "done"),
+        ("failed", "FAILED", 1, "failed"), ("failed", "FAILED", 75, "stopped"),
+        ("failed", "NODE_FAIL", None, "stopped"), ("cancelled", "PREEMPTED", None, "stopped"),
+        ("timeout", "TIMEOUT", 0, "stopped"), ("cancelled", "CANCELLED", 0, "failed"),
+        ("unknown", "", None, None),
+    ],
+)  # fmt: skip
+def test_what_was_done_to_a_job_is_not_its_trial_s_fault(
+    tmp_path: Path, state: str, said: str, code: int | None, how: str | None
+) -> None:
+    record = JobRecord("7", "slurm", "n", str(tmp_path), 1, 1, 0.0)
+    job = _Job(record, tmp_path / "log")
+    ended = job.judge(JobState(state, said, exit_code=code))
+    assert (ended.how if ended else None) == how
+    if state == "unknown":
+        job.known -= LOST_S + 1
+        late = job.judge(JobState(state, said))
+        assert late is not None
+        assert late.how == "stopped"
+
+
+class _Broken:
+    """Places where every start fails, but the first."""
+
+    count, left = 1, ""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def start(self, words: list[str], run: Path, log: Path, workdir: str) -> Any:
+        self.started += 1
+        if self.started == 1:
+            made = RunDir.at(run)
+            made.add_event("stopped", share=1.0, step=1)
+            made.append(EvalRecord(1, 0, 0.0, 1, 1.0, {"loss": 1.0}))
+        return SimpleNamespace(
+            poll=lambda: Ended("failed", "No space left on device"), stop=lambda: True
+        )
+
+
+def test_a_fault_that_passes_does_not_use_up_all_trials(tmp_path: Path) -> None:
+    request = make_request(["train.lr=0.1..1.0"], workdir=str(tmp_path), schedule="full")
+    places, told = _Broken(), []
+    found = Search(tmp_path, request, places, lambda trial, why: told.append(why))
+    with pytest.raises(RunError, match=r"5 trials failed one after the other.*--retry-failed"):
+        found.run()
+    trials = Journal(tmp_path).trials
+    assert [bool(t.failed) for t in trials] == [False, *[True] * 5]
+    assert told == ["", *["No space left on device"] * 5]
+    # Mended: those five are begun again, and the other ten.
+    for trial in trials[1:]:
+        made = RunDir.at(tmp_path / "trials" / trial.name)
+        made.add_event("stopped", share=1.0, step=1)
+        made.append(EvalRecord(1, 0, 0.0, 1, 1.0, {"loss": 2.0}))
+    again = Search(tmp_path, request, _Broken(), lambda trial, why: None)
+    with pytest.raises(RunError, match="5 trials failed"):
+        again.run(retry_failed=True)
+    assert [bool(t.failed) for t in Journal(tmp_path).trials[:7]] == [False] * 7
+
+
 def test_a_failed_trial_is_told_by_its_own_sentence(tmp_path: Path) -> None:
     log = tmp_path / "000.log"
+    log.write_text("ridgeline: an earlier stretch\nKeyError: 'x'\nbye\n")
+    assert last_words(log, log.read_text().index("KeyError")) == "KeyError: 'x'"
     log.write_text("step 1\nridgeline: the loss is nan; lower train.lr\n  run directory: x\n")
     assert last_words(log) == "the loss is nan; lower train.lr"
 

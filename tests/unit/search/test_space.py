@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.errors import UsageError
 from ridgeline.search.draw import build_draw, count_grid
-from ridgeline.search.space import overrides_of, read_space
+from ridgeline.search.space import fit_types, near_end, overrides_of, read_space
 from ridgeline.search.trials import Trial
 
 LR = "train.lr=1e-4..1e-1:log"
@@ -45,6 +45,8 @@ def test_lists_keep_their_types() -> None:
         ("train.lr=0..1:log", "above 0"),
         ("train.lr=1..2:sqrt", "no scale"),
         ("train.lr=a..b", "LOW..HIGH"),
+        ("train.lr=1e-4...1e-1", "LOW..HIGH"),
+        ("data.args.day=2020-01-01,2020-02-01", "put it in quotes"),
         ("train.batch=32", "two values or more"),
         ("train.batch=32,32", "twice"),
     ],
@@ -110,3 +112,47 @@ def test_tpe_goes_where_results_are_better() -> None:
         trials.append(Trial(number, settings, scores={1.0: (settings["a"] - 0.7) ** 2}))
     late = [one.settings["a"] for one in trials[30:]]
     assert sum(abs(value - 0.7) < 0.15 for value in late) >= 5, "three would be chance"
+
+
+def test_values_never_leave_their_range_for_want_of_digits() -> None:
+    for text in ("a=0.9..0.99999", "a=1000.1..1000.4", "a=1e-7..1e-6:log"):
+        [one] = read_space([text])
+        values = [one.at(i / 500) for i in range(500)]
+        assert all(one.low <= value <= one.high for value in values)
+        assert len(set(values)) > 100
+
+
+def test_a_nudge_moves_whatever_it_is_given() -> None:
+    """Whole numbers, nought, and the ends of ranges and lists: a child is no copy of its parent."""
+    for text, value in (
+        ("a=1..9", 1),
+        ("a=1..9", 2),
+        ("a=0.0..1.0", 0.0),
+        ("a=1,2,3", 3),
+        ("a=0.1..1.0", 1.0),
+    ):
+        [one] = read_space([text])
+        nudged = [one.nudged(value, random.Random(seed)) for seed in range(100)]
+        assert sum(found == value for found in nudged) < 20, text
+
+
+def test_whole_numbers_are_meant_only_where_the_setting_is_one() -> None:
+    space = read_space(["optim.weight_decay=0..1", "train.batch=8..64"])
+    decay, batch = fit_types(space, {"optim.weight_decay": 0.01, "train.batch": 32})
+    assert decay.at(0.5) == 0.5
+    assert read_space([decay.text()]) == (decay,)
+    assert isinstance(batch.at(0.5), int)
+
+
+def test_words_that_look_like_something_else_stay_words() -> None:
+    [one] = read_space(["model.args.mode=['null', '1', plain]"])
+    assert overrides_of({"k": one.choices[0]}) == ['k="null"']
+    assert overrides_of({"k": one.choices[1]}) == ['k="1"']
+    assert overrides_of({"k": one.choices[2]}) == ["k=plain"]
+
+
+def test_the_end_of_a_range_is_told() -> None:
+    [lr] = read_space([LR])
+    assert near_end(lr, 0.09)
+    assert near_end(lr, 1.1e-4)
+    assert not near_end(lr, 3e-3)
