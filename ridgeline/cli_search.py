@@ -342,16 +342,11 @@ class _Teller:
 def _write(journal: Journal, request: Request) -> Trial | None:
     """The best settings so far, and the page."""
     from ridgeline.report.searched import build_search_page
-    from ridgeline.search.show import table_of, tell_best, write_best
+    from ridgeline.search.show import table_of, tell_best, way_of, write_best
 
     best = write_best(journal, request)
     headers, rows = table_of(journal, request)
-    curves = {
-        one.name: [
-            (share, score) for share, score in sorted(one.scores.items()) if math.isfinite(score)
-        ]
-        for one in journal.trials
-    }
+    curves = {one.name: way_of(journal.trials, one) for one in journal.trials}
     keys = [text.partition("=")[0] for text in request.space]
     points = {
         key: [

@@ -5,6 +5,7 @@ Imports without torch; called by `cli_search.py`.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,14 @@ def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
+
+
+def way_of(trials: Sequence[Trial], trial: Trial) -> list[tuple[float, float]]:
+    """The share of the run and the metric there, from where its parent handed over."""
+    found = dict(trial.scores)
+    if trial.parent is not None and trial.begins in trials[trial.parent].scores:
+        found[trial.begins] = trials[trial.parent].scores[trial.begins]
+    return [(share, score) for share, score in sorted(found.items()) if math.isfinite(score)]
 
 
 def commands_of(journal: Journal, request: Request, trial: Trial) -> list[str]:

@@ -14,6 +14,7 @@ from ridgeline.errors import UsageError
 from ridgeline.search.draw import build_draw
 from ridgeline.search.request import extended
 from ridgeline.search.schedules import build_schedule
+from ridgeline.search.show import way_of
 from ridgeline.search.space import read_space
 from ridgeline.search.trials import Journal, Request, Trial, lineage, winner
 
@@ -219,3 +220,12 @@ def test_a_search_can_be_given_more_trials_and_nothing_else(tmp_path: Path) -> N
     grid = replace(REQUEST, space=("train.batch=1,2,3",), draw="grid", trials=3)
     with pytest.raises(UsageError, match="more than the 3 points"):
         extended(grid, 4, 3)
+
+
+def test_the_way_of_a_child_begins_where_its_parent_was() -> None:
+    parent = Trial(0, {}, scores={0.5: 0.7, 1.0: 0.9})
+    child = Trial(1, {}, parent=0, begins=0.5, scores={1.0: 0.95})
+    assert way_of([parent, child], child) == [(0.5, 0.7), (1.0, 0.95)]
+    assert way_of([parent, child], parent) == [(0.5, 0.7), (1.0, 0.9)]
+    lost = Trial(2, {}, scores={0.5: float("inf")})
+    assert way_of([parent, child, lost], lost) == []
