@@ -112,16 +112,7 @@ def search(
         "out": out,
     }  # fmt: skip
     given = [f"--{name}" for name, value in said.items() if value is not None] + (overrides or [])
-    for option, asked in (("--show", show), ("--retry-failed", retry)):
-        if asked and not known:
-            raise UsageError(
-                f"{option} is for searches, and {recipe} is none; give the folder of one"
-            )
-    if known and given:
-        raise UsageError(
-            f"{folder} is a search, and goes on as it began; leave {given[0]} out (--trials and --at-once "
-            "may change)"
-        )
+    _check_words(folder, known, given, {"--show": show, "--retry-failed": retry})
     if show:
         _show(Journal(folder), read_request(folder))
         return
@@ -144,6 +135,27 @@ def search(
         places = _places(request, _config(folder))
         write_request(folder, request)
         _run(folder, request, places, retry)
+
+
+def _check_words(folder: Path, known: bool, given: list[str], of_search: dict[str, bool]) -> None:
+    """What is said has to be about the folder of a search, or about a recipe."""
+    from ridgeline.config import recipe_names
+
+    for option, asked in of_search.items():
+        if asked and not known:
+            raise UsageError(
+                f"{option} is for searches, and {folder} is none; give the folder of one"
+            )
+    if known and given:
+        raise UsageError(
+            f"{folder} is a search, and goes on as it began; leave {given[0]} out (--trials and --at-once "
+            "may change)"
+        )
+    if not known and folder.is_dir() and str(folder) not in recipe_names():
+        raise UsageError(
+            f"{folder} is a folder and no search (it has no search.json); give a recipe, or the folder of "
+            "a search"
+        )
 
 
 def _run(folder: Path, request: Request, places: Places, retry: bool) -> None:

@@ -13,7 +13,6 @@ as population based training does. Keys of `param_space` are those of a recipe. 
 
 from __future__ import annotations
 
-import math
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.rank import end_with_parent
 from ridgeline.rundir import CHECKPOINTS, RunDir
 from ridgeline.search.places import last_words
-from ridgeline.search.run import begin_from
+from ridgeline.search.run import begin_from, mean_loss
 from ridgeline.search.space import overrides_of
 
 _ROUND = "round.txt"
@@ -112,8 +111,5 @@ def trainable(
 def results(path: Path) -> dict[str, float]:
     """The metrics of the last evaluation, and the mean of the last tenth of the losses."""
     run = RunDir(path)
-    losses = [one.loss for one in run.steps()]
-    last = losses[-max(1, len(losses) // 10) :]
-    found = {"train_loss": math.fsum(last) / len(last) if last else math.nan}
     evals = run.evals()
-    return {**found, **(evals[-1].metrics if evals else {})}
+    return {"train_loss": mean_loss(run), **(evals[-1].metrics if evals else {})}

@@ -212,9 +212,7 @@ def judge(path: Path, metric: str) -> tuple[float, bool]:
             raise UsageError(
                 f"--metric {metric} is of evaluations, and this recipe has none; use --metric loss"
             )
-        losses = [one.loss for one in run.steps()]
-        last = losses[-max(1, len(losses) // 10) :]
-        return (math.fsum(last) / len(last) if last else math.nan), False
+        return mean_loss(run), False
     found = evals[-1].metrics
     if metric not in found:
         raise UsageError(
@@ -224,6 +222,13 @@ def judge(path: Path, metric: str) -> tuple[float, bool]:
     saved = list_checkpoints(run.file(CHECKPOINTS))
     best = read_manifest(saved[-1]).state.get("best", {}) if saved else {}
     return found[metric], best.get("metric") == metric and bool(best.get("higher"))
+
+
+def mean_loss(run: RunDir) -> float:
+    """Of the last tenth of its steps."""
+    losses = [one.loss for one in run.steps()]
+    last = losses[-max(1, len(losses) // 10) :]
+    return math.fsum(last) / len(last) if last else math.nan
 
 
 def has_reached(path: Path, share: float) -> bool:

@@ -187,6 +187,17 @@ def test_a_folder_that_is_no_search_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
+def test_a_run_is_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    found = CliRunner().invoke(app, ["search", "run", *OVER])
+    assert "run is a folder and no search" in str(found.exception)
+    # A folder of that name beside it does not hide a recipe.
+    (tmp_path / "digits").mkdir()
+    found = CliRunner().invoke(app, ["search", "digits"])
+    assert "nothing to search" in str(found.exception)
+
+
 def test_trials_share_out_devices_and_cores() -> None:
     four = Local(4, tuple("01234567"), tuple(range(16)))
     assert [four.variables(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == [
