@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from ridgeline.parallel.expert.stacked import plan_route
 from ridgeline.parallel.pipeline import Event
 
 FOLDER = Path(__file__).with_name("pictures")
@@ -169,6 +172,34 @@ def draw_spatial() -> str:
     return tile_map_svg(96, 128, (2, 2), 6)
 
 
+def draw_ep() -> str:
+    """Tokens of two ranks, each with two of four experts, and what is sent for them."""
+    index = [[[0, 1], [0, 2], [3, 2]], [[1, 0], [2, 3], [3, 1]]]
+    shapes = [label(10, 18, "tokens and the experts they chose"), label(430, 18, "experts")]
+    for rank in range(2):
+        y = 34 + 100 * rank
+        shapes.append(label(10, y + 44, f"rank {rank}"))
+        route = plan_route(torch.tensor(index[rank]), num_experts=4, num_ranks=2)
+        sent = route.numbers[:, 0].tolist()
+        ranks = [other for other in range(2) for _ in range(sent[other])]
+        places = list(zip(route.tokens.tolist(), ranks, strict=True))
+        for token, chosen in enumerate(index[rank]):
+            row = y + 26 * token
+            shapes.append(box(60, row, 60, 22, INK, f"token {token}"))
+            for slot, expert in enumerate(chosen):
+                shapes.append(box(124 + 26 * slot, row, 24, 22, COLOURS[expert], str(expert)))
+            ends = [34 + 100 * other + 37 + 8 * (token - 1) for t, other in places if t == token]
+            shapes += [arrow(178, row + 11, 424, end) for end in ends]
+        shapes += [
+            box(430, y + 8 + 30 * (expert % 2), 70, 26, COLOURS[expert], f"expert {expert}")
+            for expert in range(2 * rank, 2 * rank + 2)
+        ]
+        shapes.append(label(510, y + 42, f"rank {rank}"))
+    return svg(
+        600, 240, *shapes, label(10, 232, "a token goes once to each rank that has an expert of it")
+    )
+
+
 def draw_recompute() -> str:
     """What is alive between forward and backward of six blocks, in parts of one block's activations."""
     shapes = [label(20, 20, "kept between forward and backward, six blocks")]
@@ -194,6 +225,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "cp": draw_cp,
     "pp": draw_pp,
     "spatial": draw_spatial,
+    "ep": draw_ep,
     "recompute": draw_recompute,
 }
 

@@ -11,7 +11,7 @@ from typing import Final
 
 AVAILABLE: Final = frozenset(
     {
-        *("dp", "zero=1", "zero=2", "zero=3", "shard", "tp", "sp", "cp", "pp", "spatial"),
+        *("dp", "zero=1", "zero=2", "zero=3", "shard", "tp", "sp", "cp", "pp", "spatial", "ep"),
         *("schedule=gpipe", "schedule=interleaved", "schedule=zerobubble"),
         *("recompute=selective", "recompute=full"),
         *("offload=optimizer", "offload=params", "offload=activations"),
@@ -65,6 +65,16 @@ APART: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]] = (
         ("tp", "sp", "cp", "ep"),
         "spatial tiles an image while the other splits matrices, sequences or experts, "
         "and no model has layers for both",
+    ),
+    (
+        ("tp", "sp", "cp"),
+        ("ep",),
+        "the model runs on tensors of global shape, and tokens on their way to experts are plain ones",
+    ),
+    (
+        ("zero=3",),
+        ("ep",),
+        "weights are gathered over all replicas of a sharding group, and an expert is on some of them only",
     ),
     (("spatial",), ("precision=fp8",), "fp8 covers matrix products, not convolutions"),
     (

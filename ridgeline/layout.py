@@ -43,6 +43,12 @@ _NEEDS: Final[tuple[_Need, ...]] = (
         lambda x: x.dp % x.ep == 0,
     ),
     _Need(
+        ("ep", "shard"),
+        "one of ep and shard must divide the other, so that the replicas that share experts and those that "
+        "share optimizer state lie in one another",
+        lambda x: x.shard is None or x.shard % x.ep == 0 or x.ep % x.shard == 0,
+    ),
+    _Need(
         ("pp", "schedule"),
         "a schedule other than 1f1b needs pp above 1",
         lambda x: x.pp > 1 or x.schedule == "1f1b",

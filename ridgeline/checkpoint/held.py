@@ -145,31 +145,39 @@ class _Parameter:
 def _hold_parameters(arranged: Arranged) -> dict[int, _Parameter]:
     """Every parameter of this rank, by the identity of what the optimizer (or the model) has."""
     found: dict[int, _Parameter] = {}
-    flats = {id(flat.module): flat for flat in arranged.flats}
     for part in arranged.parts:
         if arranged.is_fully_sharded:
             free_gathered(part)
-        flat = flats.get(id(part))
+        flats = [flat for flat in arranged.flats if flat.module is part]
         for name, parameter in part.named_parameters():
-            if flat is not None and parameter.requires_grad:
+            if flats and parameter.requires_grad:
                 continue
             split = _split_of(arranged, name)
             found[id(parameter)] = _Parameter(
                 name=arranged.state_names.get(name, name),
                 values=parameter.detach() if not isinstance(parameter, DTensor) else parameter,
-                shape=_whole_shape(parameter, split),
-                parts=tuple(_cut(_local_box(parameter), split, arranged)),
+                shape=_of_all_experts(arranged, name, _whole_shape(parameter, split)),
+                parts=tuple(
+                    _of_expert(arranged, name, p)
+                    for p in _cut(_local_box(parameter), split, arranged)
+                ),
                 is_offered=_is_offered(arranged, name),
             )
-        for piece in flat.pieces if flat is not None else ():
+        for piece in (piece for flat in flats for piece in flat.pieces):
             split = _split_of(arranged, piece.name)
             shape, stride = _piece_shape(piece)
             local = tuple(_stretch(shape, stride, piece.start, piece.stop))
             found[id(piece.parameter)] = _Parameter(
                 name=arranged.state_names.get(piece.name, piece.name),
                 values=piece.parameter,
-                shape=split.global_shape if split is not None else shape,
-                parts=tuple(p for part_ in local for p in _cut(part_, split, arranged)),
+                shape=_of_all_experts(
+                    arranged, piece.name, split.global_shape if split is not None else shape
+                ),
+                parts=tuple(
+                    _of_expert(arranged, piece.name, p)
+                    for part_ in local
+                    for p in _cut(part_, split, arranged)
+                ),
                 # Ranks of a tensor group may have cut the same parameter into other stretches.
                 is_offered=_is_offered(arranged, piece.name)
                 and (split is not None or arranged.mesh.axis_rank("tp") == 0),
@@ -181,6 +189,21 @@ def _is_offered(arranged: Arranged, name: str) -> bool:
     """A weight that two stages share is written by the first."""
     staged = arranged.staged
     return staged is None or name not in staged.counted_elsewhere
+
+
+def _of_all_experts(arranged: Arranged, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with the experts of all ranks, where the parameter is a stack of some."""
+    stack = arranged.experts.stacks.get(name) if arranged.experts is not None else None
+    return (stack.num, *shape[1:]) if stack is not None else shape
+
+
+def _of_expert(arranged: Arranged, name: str, part: Part) -> Part:
+    """A box of a rank's experts as one of all of them."""
+    stack = arranged.experts.stacks.get(name) if arranged.experts is not None else None
+    if stack is None:
+        return part
+    box, get = part
+    return Box(_with(box.offsets, 0, stack.start + box.offsets[0]), box.sizes), get
 
 
 def _split_of(arranged: Arranged, name: str) -> Split | None:

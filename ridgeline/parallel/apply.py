@@ -1,9 +1,9 @@
 """Put every technique a layout asks for on a module, in order: `arrange` and `parallelize`.
 
-The order is pipeline cuts, spatial, context and tensor rewrites (of each stage), fp8, recompute, compile,
-sharding, replication; each technique is one entry of `ORDER`, and a test holds the entries against the
-table of `composition.py`. The module knows nothing of any of it. `arrange` is called by `train/setup.py`
-and `verify/`, `parallelize` by loops of the user's own.
+The order is pipeline cuts, spatial, context, tensor and expert rewrites (of each stage), fp8, recompute,
+compile, sharding, replication; each technique is one entry of `ORDER`, and a test holds the entries against
+the table of `composition.py`. The module knows nothing of any of it. `arrange` is called by
+`train/setup.py` and `verify/`, `parallelize` by loops of the user's own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout, check_available, require_layout
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.batchnorm import apply_sync_batch_norm
-from ridgeline.parallel.ddp import apply_ddp, weigh_outputs
+from ridgeline.parallel.ddp import weigh_outputs
 from ridgeline.parallel.dropout import apply_keyed_dropout
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device
-from ridgeline.parallel.precision import AUTOCAST
 from ridgeline.parallel.random import Randomness
+from ridgeline.parallel.replicas import apply_replication, apply_sharding
 from ridgeline.parallel.share import Share
 from ridgeline.tuning import TuneConfig
 
@@ -171,10 +171,31 @@ def _cut(built: Arranged) -> None:
         example = built.require_example("tensor and context parallelism")
         built.tensor_plan = plan_tensor(built.model, layout.tp, example)
         built.notes += check_sequences(built.model, layout.cp, built.tensor_plan, example)
+    if layout.ep > 1:
+        from ridgeline.parallel.expert import find_experts
+
+        example = built.require_example("expert parallelism")
+        built.expert_plan = find_experts(built.model, example, layout.ep)
     if layout.pp > 1:
         from ridgeline.parallel.staged import cut_into_stages
 
         cut_into_stages(built)
+
+
+def _spread(built: Arranged) -> None:
+    """Experts over the replicas, which were found in the whole model."""
+    plan, groups, replicas = built.expert_plan, built.mesh.experts, built.mesh.data_group
+    if plan is None or groups is None or replicas is None:
+        return
+    from ridgeline.parallel.expert import apply_experts
+
+    built.experts = apply_experts(built.parts, plan, groups, replicas, _moment(built))
+    counts = sorted({one.num for one in (*plan.stacked, *plan.listed)})
+    built.notes.append(
+        f"experts of {len(plan.paths)} layers ({' or '.join(map(str, counts))} in each) spread over "
+        f"{groups.size} ranks"
+    )
+    built.notes += [f"stays whole, {reason}" for reason in plan.refused]
 
 
 def _compile_split(built: Arranged) -> None:
@@ -389,81 +410,6 @@ def _avoid_double_flash(built: Arranged) -> None:
         torch.backends.cuda.enable_flash_sdp(False)  # the switch is the CPU's as well
 
 
-def _shard(built: Arranged) -> None:
-    layout, mesh = built.layout, built.mesh
-    if layout.zero == 3 and mesh.axis_size("shard") > 1:
-        from ridgeline.parallel.fsdp import apply_fsdp
-
-        copies = "copies+cp+rows+columns"
-        alone = mesh.axis_size(*copies.split("+")) == 1
-        device_mesh = mesh.device_mesh("shard") if alone else mesh.device_mesh(copies, "shard")
-        for module in built.parts:
-            apply_fsdp(
-                module,
-                built.blocks_of(module).values(),
-                device_mesh,
-                AUTOCAST.get(layout.precision),
-                reshard=layout.pp == 1,
-                offload_params=layout.offload == "params",
-                wide_outputs=built.staged is None,
-            )
-        built.is_fully_sharded = True
-        return
-    stage = min(layout.zero, 2) if mesh.axis_size("shard") > 1 else 0
-    if not stage and layout.offload != "optimizer":
-        return
-    from ridgeline.parallel.zero import FlatZero
-
-    for module in built.parts:
-        held = built.tied_in(module)
-        if stage == 2 and held:
-            # Their gradients are summed with another stage's before they are reduced.
-            built.notes.append(
-                f"{', '.join(sorted(held))} is in two stages of the pipeline, so the stage keeps whole "
-                "gradients, as zero=1 does"
-            )
-        built.flats.append(
-            FlatZero(
-                module,
-                1 if held else stage or 1,
-                mesh.group("shard"),
-                mesh.group("copies", "cp", "rows", "columns"),
-                AUTOCAST.get(layout.precision) if stage else None,
-                built.ddp.bucket_mb,
-                offload_optimizer=layout.offload == "optimizer",
-                spared=built.spared_in(module),
-            )
-        )
-
-
-def _replicate(built: Arranged) -> None:
-    layout, group = built.layout, built.mesh.gradient_group
-    if layout.sync != "every" and built.mesh.data_group is not None:
-        from ridgeline.parallel.localsync import LocalSync
-
-        every = int(layout.sync.partition(":")[2])
-        built.local_sync = [LocalSync(m, built.mesh.data_group, every) for m in built.parts]
-        group = built.mesh.group("cp", "rows", "columns")
-    if group is None or built.is_fully_sharded or built.flats:
-        return
-    if layout.pp > 1 or built.local_sync:
-        # Gradients come a stage and a microbatch at a time: add them up, reduce them once at the end.
-        from ridgeline.parallel.zero import FlatZero
-
-        built.flats += [
-            FlatZero(m, 1, None, group, None, built.ddp.bucket_mb, spared=built.spared_in(m))
-            for m in built.parts
-        ]
-        return
-    built.objective = apply_ddp(
-        built.objective, built.mesh, built.share, built.ddp.bucket_mb, built.ddp.find_unused
-    )
-    if layout.compress != "none":
-        from ridgeline.parallel.compress import apply_compression
-
-        built.compression = apply_compression(built.objective, layout.compress, group)
-
-
 @dataclass(frozen=True)
 class Technique:
     """One place in the order of application."""
@@ -482,6 +428,7 @@ ORDER: tuple[Technique, ...] = (
     Technique(_sync_batch_norm),
     Technique(_tile, ("spatial",)),
     Technique(_split, ("tp", "sp", "cp")),
+    Technique(_spread, ("ep",)),
     Technique(_compile_split),
     Technique(_narrow, ("precision=fp8",)),
     Technique(_recompute, ("recompute=selective", "recompute=full")),
@@ -489,9 +436,10 @@ ORDER: tuple[Technique, ...] = (
     Technique(_offload_activations, ("offload=activations",)),
     Technique(_compile, ("compile",)),
     Technique(
-        _shard, ("zero=1", "zero=2", "zero=3", "shard", "offload=optimizer", "offload=params")
+        apply_sharding,
+        ("zero=1", "zero=2", "zero=3", "shard", "offload=optimizer", "offload=params"),
     ),
-    Technique(_replicate, ("dp", "compress", "sync=local")),
+    Technique(apply_replication, ("dp", "compress", "sync=local")),
 )
 
 
@@ -587,6 +535,7 @@ def _require_own_loop(layout: Layout) -> None:
         (layout.pp > 1, "pp"),
         (layout.tp > 1, "tp"),
         (layout.cp > 1, "cp"),
+        (layout.ep > 1, "ep"),
         (layout.zero in (1, 2) and layout.dp > 1, "zero"),
         (layout.sync != "every", "sync"),
         (layout.offload == "optimizer", "offload"),

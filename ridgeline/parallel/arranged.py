@@ -34,6 +34,7 @@ from ridgeline.tuning import TuneConfig
 
 if TYPE_CHECKING:
     from ridgeline.parallel.compress import Compression
+    from ridgeline.parallel.expert import ExpertPlan, SpreadExperts
     from ridgeline.parallel.localsync import LocalSync
     from ridgeline.parallel.siblings import Found
     from ridgeline.parallel.spatial import TileGrid
@@ -71,6 +72,8 @@ class Arranged:
     programs: Programs | None = None
     """Compiled blocks of a split model."""
     grid: TileGrid | None = None
+    expert_plan: ExpertPlan | None = None
+    experts: SpreadExperts | None = None
     staged: Staged | None = None
     """The pipeline, which drives forward and backward itself."""
     flats: list[FlatZero] = field(default_factory=list)

@@ -213,14 +213,19 @@ def _norm_parameters(module: nn.Module) -> _Identities:
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> None:
-    """Give every rank the parameters and buffers of the first one.
+def broadcast_module(
+    module: nn.Module,
+    groups: Sequence[dist.ProcessGroup | None],
+    spared: frozenset[str] = frozenset(),
+) -> None:
+    """Give every rank the parameters and buffers of the first one, but for the parameters `spared`.
 
     `groups` are those of this rank along each axis; after the last every rank has what the rank has
     that is first along all of them.
     """
     groups = [g for g in groups if g is not None and dist.get_world_size(g) > 1]
-    for tensor in [*module.parameters(), *module.buffers()]:
+    parameters = [p for name, p in module.named_parameters() if name not in spared]
+    for tensor in [*parameters, *module.buffers()]:
         if _shares_memory(tensor) or isinstance(tensor, DTensor) or tensor.is_meta:
             continue  # an expanded buffer is a view of a constant, and the same anyway
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.compress import Memory
+from ridgeline.parallel.expert import SpreadExperts
 from ridgeline.parallel.pipeline.stage import stale_buffers
 
 
@@ -108,7 +109,9 @@ def _persistent(part: torch.nn.Module) -> list[str]:
 
 
 def _joined(built: Arranged, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pieces of split parameters put together over the tensor axis."""
+    """Pieces of split parameters put together over the tensor axis, and experts over their ranks."""
+    if built.experts is not None:
+        return _with_all_experts(built.experts, found)
     group = built.mesh.group("tp")
     if built.view is None or group is None:
         return found
@@ -119,6 +122,17 @@ def _joined(built: Arranged, found: dict[str, Tensor]) -> dict[str, Tensor]:
         name: gather_full(name, value, splits[name], group) if name in splits else value
         for name, value in found.items()
     }
+
+
+def _with_all_experts(experts: SpreadExperts, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of all ranks, on the first of each block; the others go without their own."""
+    rest = {name: value for name, value in found.items() if name not in experts.names}
+    mine = {name: value for name, value in found.items() if name in experts.names}
+    for part in _to_first(mine, experts.groups.group):  # in the order of the experts
+        for name, value in part.items():
+            known = rest.get(name)
+            rest[name] = value if known is None else torch.cat([known, value])
+    return rest
 
 
 def _over_stages(built: Arranged, found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import itertools
 import math
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
@@ -41,8 +42,32 @@ _INNER: Final = {"dp": ("copies", "shard"), "spatial": ("rows", "columns")}
 SIDE: Final = "ridgeline-"
 """Torch's records of collectives call the group of `side_group` by this and its purpose."""
 
+_EXPERT_AXES: Final = ("ep", "expert-shard", "expert-copies")
+"""Groups within the replicas, which are no axes of their own: see `ExpertGroups`."""
+
 GRADIENT_AXES: Final = ("copies", "shard", "cp", "rows", "columns")
 """Ranks along these hold the same parameters and parts of one gradient."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Who shares a model's experts: data-parallel ranks in blocks of `ep`, neighbours first."""
+
+    rank: int
+    """This rank's place in its block."""
+    size: int
+    group: dist.ProcessGroup
+    """The ranks of the block, each with other experts; theirs alone, since tokens are sent in forward and
+    backward while gradients are on their way over other groups."""
+    shard: dist.ProcessGroup | None
+    """Ranks of other blocks with the same experts that share out the optimizer's work on them."""
+    copies: dist.ProcessGroup | None
+    """Ranks with the same experts, and the same part of that work."""
+
+    @property
+    def parts(self) -> list[dist.ProcessGroup]:
+        """Groups over which something is summed that is in parts on ranks with other experts or shards."""
+        return [group for group in (self.group, self.shard) if group is not None]
 
 
 @dataclass(frozen=True)
@@ -59,6 +84,8 @@ class Mesh:
     owns_group: bool = False
     """Whether `build_mesh` made torch's default group, so that closing the mesh has to end it."""
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+    experts: ExpertGroups | None = None
+    """Where the layout spreads experts."""
 
     def axis_size(self, *axes: str) -> int:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
@@ -80,7 +107,8 @@ class Mesh:
         found = (
             a for a, g in self._groups.items() if tuple(dist.get_process_group_ranks(g)) == ranks
         )
-        return next((axes for axes in found if axes and axes[0] in self.sizes), ())
+        known = {*self.sizes, *_EXPERT_AXES}
+        return next((axes for axes in found if axes and axes[0] in known), ())
 
     def stage_of(self, rank: int) -> int:
         """The place in the pipeline of any rank."""
@@ -292,11 +320,17 @@ def build_mesh(
             device_id=device if cuda else None,
         )
     groups = _make_groups(env.rank, sizes, layout, timeout)
+    experts = _make_expert_groups(env.rank, sizes, layout, timeout)
+    if experts is not None:
+        made = (experts.group, experts.shard, experts.copies)
+        groups |= {(n,): g for n, g in zip(_EXPERT_AXES, made, strict=True) if g is not None}
     if device.type == "cuda":
         for group in groups.values():
             # A group's first operation has to be one of all its ranks, before any pair talks.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return Mesh(env, layout, device, sizes, timeout, owns_group=not joined, _groups=groups)
+    return Mesh(
+        env, layout, device, sizes, timeout, owns_group=not joined, _groups=groups, experts=experts
+    )
 
 
 def _store(env: RankEnv) -> dist.Store:
@@ -335,6 +369,45 @@ def _make_groups(
                 lists.append(_members({**here, **place}, used, sizes))
             groups[used] = _group_of(lists, timeout)
     return groups
+
+
+def _make_expert_groups(
+    rank: int, sizes: dict[str, int], layout: Layout, timeout: timedelta
+) -> ExpertGroups | None:
+    """Of the replicas in their order, blocks of `ep`: the d-th has the experts d % ep, and its shards of
+    the optimizer's work are with those that stand so in the other blocks of its sharding group."""
+    if layout.ep == 1:
+        return None
+    axes = ("copies", "shard")
+    everyone = _members(_coordinates(rank, sizes), axes, sizes)
+    mine = everyone.index(rank)
+    block, place = divmod(mine, layout.ep)
+    # Blocks within one sharding group; one block may also be several such groups.
+    num_shards = max(1, sizes["shard"] // layout.ep)
+
+    def of(blocks: Iterable[int]) -> list[int]:
+        return [everyone[b * layout.ep + place] for b in blocks]
+
+    first = block // num_shards * num_shards
+    neighbours = everyone[block * layout.ep : (block + 1) * layout.ep]
+    shard = of(range(first, first + num_shards))
+    copies = of(range(block % num_shards, len(everyone) // layout.ep, num_shards))
+    return ExpertGroups(
+        place,
+        layout.ep,
+        _own_group("ep", neighbours, timeout),
+        _own_group("expert-shard", shard, timeout) if len(shard) > 1 else None,
+        _own_group("expert-copies", copies, timeout) if len(copies) > 1 else None,
+    )
+
+
+def _own_group(purpose: str, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A group of these ranks for one purpose, whatever other groups of the same ranks there are; the same
+    one every time."""
+    made, key = _groups_made(), (purpose, *map(str, ranks))
+    if key not in made:
+        made[key] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    return made[key]
 
 
 _Made = dict[tuple[int, ...] | tuple[str, ...], dist.ProcessGroup]

@@ -1,9 +1,9 @@
 """The norm of a gradient that no rank has whole, and those of single parameters.
 
 Squares are summed where the parts are: over the tensor-parallel ranks for parameters that are split
-among them, over the shards of ZeRO, over the stages of a pipeline. A parameter that two stages hold (a
-tied embedding), or all shards (one without dimensions), counts once. Called by `arranged.py` and, for
-optimizers that look at each layer, `train/setup.py`.
+among them, over the ranks that have different experts, over the shards of ZeRO, over the stages of a
+pipeline. A parameter that two stages hold (a tied embedding), or all shards (one without dimensions),
+counts once. Called by `arranged.py` and, for optimizers that look at each layer, `train/setup.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def build_norm(built: Arranged) -> Callable[[], Tensor]:
     trainables = [t for t in built.trainables() if t.name not in elsewhere]
     if built.is_fully_sharded and mesh.axis_rank("shard") > 0:
         trainables = [t for t in trainables if t.num_dims > 0]  # the first shard counts the others
+    spread = built.experts.names if built.experts is not None else frozenset()
+    experts = [t.parameter for t in trainables if t.name in spread]
     split = [t.parameter for t in trainables if t.name in splits]
-    whole = [t.parameter for t in trainables if t.name not in splits]
-    sharded = built.is_fully_sharded or any(flat.num_shards > 1 for flat in built.flats)
-    rounds = [("shard",)] * sharded + [("pp",)]
+    whole = [t.parameter for t in trainables if t.name not in splits and t.name not in spread]
+    shards = mesh.group("shard") if built.layout.zero else None
     # One type on all ranks, also on one that has nothing to sum; float32 at least.
     is_double = any(t.parameter.dtype.to_real() is torch.float64 for t in built.trainables())
     wide = torch.float64 if is_double else torch.float32
@@ -44,10 +45,16 @@ def build_norm(built: Arranged) -> Callable[[], Tensor]:
         if group is not None and splits:
             dist.all_reduce(total, group=group)
         total += _square_sum(whole, wide, mesh.device)
-        for axes in rounds:
-            group = mesh.group(*axes)
-            if group is not None:
-                dist.all_reduce(total, group=group)
+        if shards is not None:
+            dist.all_reduce(total, group=shards)
+        if built.experts is not None:
+            apart = _square_sum(experts, wide, mesh.device)
+            for group in built.experts.groups.parts:
+                dist.all_reduce(apart, group=group)
+            total += apart
+        stages = mesh.group("pp")
+        if stages is not None:
+            dist.all_reduce(total, group=stages)
         return total.sqrt()
 
     return norm
@@ -65,27 +72,37 @@ def build_whole(built: Arranged) -> Whole | None:
     flat = any(flat.num_shards > 1 for flat in built.flats)
     shards = mesh.group("shard") if flat or built.is_fully_sharded else None
     halves = mesh.group("tp") if splits else None
-    if shards is None and halves is None:
+    experts = built.experts
+    if shards is None and halves is None and experts is None:
         return None
     if (
         built.flats
     ):  # in an order of their own: uneven halves of a split model are cut into other buckets
-        names = sorted({name for flat in built.flats for name in flat.names})
+        everywhere = experts.everywhere if experts is not None else frozenset()
+        names = sorted({name for flat in built.flats for name in flat.names} | everywhere)
     else:
         names = [t.name for t in trainables]
     places = {name: place for place, name in enumerate(names)}
     mine = torch.tensor([places[t.name] for t in trainables], device=mesh.device)
     split = torch.tensor([name in splits for name in names], device=mesh.device)
+    spread = torch.tensor(
+        [experts is not None and name in experts.everywhere for name in names], device=mesh.device
+    )
 
     def whole(squares: Tensor) -> Tensor:
         total = squares.new_zeros(len(squares), len(names), device=mesh.device)
         total.index_add_(1, mine, squares.to(mesh.device))
+        apart = total * spread
         if shards is not None:
             dist.all_reduce(total, group=shards)
         if halves is not None:
             added = total * split
             dist.all_reduce(added, group=halves)
             total = torch.where(split, added, total)
+        if experts is not None:
+            for group in experts.groups.parts:
+                dist.all_reduce(apart, group=group)
+            total = torch.where(spread, apart, total)
         return total[:, mine].to(squares.device)
 
     return whole

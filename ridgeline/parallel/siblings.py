@@ -62,7 +62,7 @@ def find_siblings(
     for kind, alike in classes.items():
         undo = merge(model, alike)
         try:
-            _run(model, example, device)
+            run_once(model, example, device)
         except Exception:
             refused.append(kind)
         finally:
@@ -90,7 +90,7 @@ def _on_some_device(
             raise second from first
 
 
-def _run(model: nn.Module, example: tuple[Any, ...], device: str | None) -> None:
+def run_once(model: nn.Module, example: tuple[Any, ...], device: str | None) -> None:
     """One forward with gradients, as in training, that leaves the model and torch's chance alone."""
 
     def place(tensor: Any) -> Any:
@@ -179,7 +179,7 @@ def _watch(
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
     try:
-        _run(model, example, device)
+        run_once(model, example, device)
     finally:
         for handle in handles:
             handle.remove()

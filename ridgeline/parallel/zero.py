@@ -66,7 +66,8 @@ class FlatZero:
     Every backward of stage 2 reduces every bucket once, so the ranks have to run equally many. After
     it the module's parameters have no `.grad`. A module of which a backward reaches only a part (the
     stages that a pipeline rank holds) is better given part by part, each to a `FlatZero` of its own;
-    `spared` names what this one leaves to another.
+    `spared` names what this one leaves to another. `summed` says of how many ranks a gradient is a sum
+    already when it comes, as that of an expert to which they all send their tokens.
     """
 
     def __init__(
@@ -79,10 +80,12 @@ class FlatZero:
         bucket_mb: float = 25.0,
         offload_optimizer: bool = False,
         spared: frozenset[str] = frozenset(),
+        summed: int = 1,
     ) -> None:
         if stage not in (1, 2):
             raise UsageError(f"zero={stage} is not a stage of FlatZero; use 1 or 2")
         self.module, self.stage, self.offload = module, stage, offload_optimizer
+        self._spared, self._summed = spared, summed
         self._group = _several(shard_group)
         self._copies = _several(copies_group)
         self.num_shards = 1 if self._group is None else dist.get_world_size(self._group)
@@ -95,7 +98,7 @@ class FlatZero:
                 f"{type(module).__name__} has no trainable parameter, so zero={stage} has nothing to "
                 "shard; leave zero out"
             )
-        broadcast_module(module, [self._group, self._copies])
+        broadcast_module(module, [self._group, self._copies], spared)
         self._stores = self._pack()
         self.pieces = self._cut_pieces()
         self._flights = Flights(self._group, self._copies, self._landed)
@@ -270,6 +273,8 @@ class FlatZero:
 
     def _landed(self, bucket: Bucket, result: Tensor) -> None:
         """The average of a bucket is there; in stage 1 it is in its place already."""
+        if self._summed > 1:
+            result.div_(self._summed)
         if self.stage == 1:
             return
         store = self._stores[bucket.kind]
@@ -370,7 +375,8 @@ class FlatZero:
     def tensors(self) -> dict[str, list[Tensor]]:
         """What this rank holds of weights, gradients and master weights; several may share memory."""
         stores = list(self._stores.values())
-        parameters = list(self.module.parameters())
+        named = self.module.named_parameters()
+        parameters = [p for name, p in named if name not in self._spared]
         parts: dict[str, list[Tensor | None]] = {
             "weights": [*parameters, *[store.weights for store in stores]],
             "gradients": [p.grad for p in parameters]

@@ -24,6 +24,7 @@ EXAMPLE: dict[str, dict[str, object]] = {
     "schedule=interleaved": {"pp": 2, "microbatches": 2, "schedule": "interleaved", "virtual": 2},
     "schedule=zerobubble": {"pp": 2, "microbatches": 2, "schedule": "zerobubble"},
     "spatial": {"spatial": (2, 1)},
+    "ep": {"dp": 2, "ep": 2},
     "recompute=selective": {"recompute": "selective"},
     "recompute=full": {"recompute": "full"},
     "offload=optimizer": {"offload": "optimizer"},

@@ -17,6 +17,10 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from pathlib import Path
+
+# `mixture.py` beside this file, also for the ranks: they are forked.
+sys.path.insert(0, str(Path(__file__).parent))
 
 from ridgeline.config import RECIPES, RunConfig, find_recipe, load_config
 from ridgeline.errors import RunError
@@ -54,6 +58,11 @@ PACKED = (
 )
 """Short documents: every sequence has another number of targets that count."""
 DROPOUT = "model.args.dropout=0.1"
+MIXTURE = "model={name: 'mixture:Mixture', args: {stacked: %s}}"
+MIXTRAL = (
+    "{vocab_size: 256, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 4,"
+    " num_attention_heads: 4, num_key_value_heads: 2, num_local_experts: 4, max_position_embeddings: 64}"
+)
 KINDS: dict[str, Kind] = {
     "llama": Kind("llama-text"),
     "llama-tied": Kind("llama-text", ("model.args.tie_embeddings=true",)),
@@ -61,6 +70,9 @@ KINDS: dict[str, Kind] = {
     "bert": Kind("bert-text"),
     "vit": Kind("vit-fields", (DROPOUT,)),
     "hf-gpt2": Kind("llama-text", _transformers("GPT2LMHeadModel", GPT2)),
+    "mixture": Kind("llama-text", (MIXTURE % "false",)),
+    "mixture-stacked": Kind("llama-text", (MIXTURE % "true",)),
+    "hf-mixtral": Kind("llama-text", _transformers("MixtralForCausalLM", MIXTRAL)),
     "hf-bert": Kind("bert-text", _transformers("BertForMaskedLM", BERT)),
     "timm-vit": Kind(
         "digits",
@@ -129,6 +141,9 @@ REDUCED: dict[str, tuple[str, ...]] = {
     "bert": ("dp=2,tp=2",),
     "vit": ("tp=2", "cp=2", "dp=2,zero=2"),
     "timm-vit": ("tp=2", "cp=2", "pp=2,microbatches=2"),
+    "mixture": ("dp=2,ep=2", "dp=4,zero=1,ep=2"),
+    "mixture-stacked": ("dp=2,zero=2,pp=2,microbatches=2,ep=2", "dp=2,ep=2,precision=bf16"),
+    "hf-mixtral": ("dp=2,zero=1,ep=2",),
     "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2"),
     "unet-batchnorm": ("dp=2,spatial=2",),
     "cnn": (
@@ -167,10 +182,16 @@ def rows(reduced: bool) -> dict[str, list[Layout]]:
     for kind, texts in SIXTEEN_BITS.items():
         table[kind] += [Layout.parse(text) for text in texts]
     for layout in [*pairs, *factored_layouts(MOST_RANKS), *rounded_layouts(MOST_RANKS)]:
-        # A CNN has rows in 16 bits that take a tenth of the time of a U-Net's.
-        tiled = "cnn" if layout.precision != "fp32" else "unet"
-        table[tiled if "spatial" in techniques(layout) else "llama"].append(layout)
+        table[_shown_on(layout)].append(layout)
     return {kind: list(dict.fromkeys(layouts)) for kind, layouts in table.items()}
+
+
+def _shown_on(layout: Layout) -> str:
+    used = techniques(layout)
+    if "spatial" in used:
+        # A CNN has rows in 16 bits that take a tenth of the time of a U-Net's.
+        return "cnn" if layout.precision != "fp32" else "unet"
+    return "mixture-stacked" if "ep" in used else "llama"
 
 
 def part_of(table: dict[str, list[Layout]], index: int, count: int) -> dict[str, list[Layout]]:

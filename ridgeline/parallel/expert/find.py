@@ -1,0 +1,368 @@
+"""Which experts a model has, found by watching it run once on an example.
+
+Two ways of writing them are known: one module with stacked weights (`stacked.py`), and a list of modules of
+one class (`listed.py`). What looks like either is tried before it is believed: a stack is run in parts on
+random rows and weights, a list as if its experts were elsewhere, and both have to give what they gave
+whole. Called by `apply.py` of the room, before anything has changed the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ridgeline.errors import UsageError
+from ridgeline.parallel.expert.listed import Listed, SpreadList
+from ridgeline.parallel.expert.stacked import (
+    Place,
+    Stacked,
+    argument,
+    counting,
+    plan_route,
+    with_arguments,
+)
+from ridgeline.parallel.siblings import run_once
+
+_NUM_TRIED = 24
+"""Random rows that a stack is tried on."""
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """The experts of a model."""
+
+    stacked: tuple[Stacked, ...] = ()
+    listed: tuple[Listed, ...] = ()
+    refused: tuple[str, ...] = ()
+    """What looked like experts and is none, with the reason: it stays whole."""
+    names: frozenset[str] = frozenset()
+    """Their parameters."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(one.path for one in (*self.stacked, *self.listed))
+
+
+@dataclass
+class _Seen:
+    """The first call of a module."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    out: Any = None
+    num: int = 0
+
+
+def find_experts(model: nn.Module, example: Any, num_ranks: int) -> ExpertPlan:
+    """The experts of `model`, each kind as many as `num_ranks` divides; the model is left as it was."""
+    shared = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    stacks = {path: m for path, m in model.named_modules() if path and _may_be_stack(m)}
+    lists = {path: m for path, m in model.named_modules() if path and _may_be_list(m)}
+    around = {path: path.rpartition(".")[0] for path in lists}
+    seen = _watch(model, {*stacks, *around.values()}, example)
+    refused: dict[str, str] = {}
+    found_stacks, found_lists = [], []
+    for path, module in stacks.items():
+        stack = _read_stack(path, module, seen[path])
+        if isinstance(stack, Stacked):
+            stack = _tried_stack(module, stack, seen[path], num_ranks)
+        if isinstance(stack, str):
+            refused[path] = stack
+        else:
+            found_stacks.append(stack)
+    for path, members in lists.items():
+        one = Listed(path, around[path], len(members))
+        reason = _try_list(model.get_submodule(around[path]), members, one, seen[around[path]])
+        if reason is None:
+            found_lists.append(one)
+        elif reason:
+            refused[path] = reason
+    names = {
+        f"{one.path}.{name}"
+        for one in (*found_stacks, *found_lists)
+        for name, _ in model.get_submodule(one.path).named_parameters()
+    }
+    reasons = tuple(f"{path}: {why}" for path, why in refused.items())
+    plan = ExpertPlan(tuple(found_stacks), tuple(found_lists), reasons, frozenset(names))
+    _check(model, plan, num_ranks, shared)
+    return plan
+
+
+def _check(model: nn.Module, plan: ExpertPlan, num_ranks: int, shared: Counter[int]) -> None:
+    name = type(model).__name__
+    if not plan.paths:
+        why = f" ({'; '.join(plan.refused[:3])})" if plan.refused else ""
+        raise UsageError(
+            f"ep={num_ranks} found no experts in {name}{why}; they have to be a list of modules of one "
+            "class, each called with its rows, or one module with stacked weights, called with tokens, the "
+            "numbers of their experts and their weights; leave ep out"
+        )
+    for one in (*plan.stacked, *plan.listed):
+        if one.num % num_ranks:
+            fits = [n for n in range(2, one.num + 1) if one.num % n == 0]
+            raise UsageError(
+                f"ep={num_ranks} does not divide the {one.num} experts of {one.path}; use ep="
+                f"{' or '.join(str(n) for n in fits)}"
+            )
+        for inner, parameter in model.get_submodule(one.path).named_parameters():
+            if shared[id(parameter)] > 1:
+                raise UsageError(
+                    f"{one.path}.{inner} is a weight of other modules too, so that no rank can have it for "
+                    "itself; leave ep out, or give each its own"
+                )
+
+
+# What is looked at
+
+
+def _may_be_stack(module: nn.Module) -> bool:
+    """All its weights, none of them a module's inside of it, have one length, and one is a stack."""
+    own = list(module.parameters(recurse=False))
+    lengths = {len(p) for p in own if p.dim()}
+    return (
+        len(lengths) == 1
+        and min(lengths) > 1
+        and any(p.dim() >= 3 for p in own)
+        and all(p.dim() >= 2 for p in own)
+        and len(own) == len(list(module.parameters()))
+        and not isinstance(module, nn.modules.conv._ConvNd)
+    )
+
+
+def _may_be_list(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return False
+    kinds = {
+        (type(m), tuple((n, p.shape, p.dtype) for n, p in m.named_parameters())) for m in module
+    }
+    return len(kinds) == 1 and any(True for _ in module.parameters())
+
+
+def _watch(model: nn.Module, paths: set[str], example: Any) -> dict[str, _Seen]:
+    """What the modules at `paths` were given first; one that did not run was given nothing."""
+    seen = {path: _Seen() for path in paths}
+    handles: list[Any] = []
+
+    def copied(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    for path in paths:
+
+        def before(_: Any, args: Any, kwargs: Any, one: _Seen = seen[path]) -> None:
+            if not one.num:
+                one.args, one.kwargs = tree_map(copied, args), tree_map(copied, kwargs)
+
+        def after(_: Any, args: Any, out: Any, one: _Seen = seen[path]) -> None:
+            if not one.num:
+                one.out = tree_map(copied, out)
+            one.num += 1
+
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        run_once(model, example, None)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+# Stacks
+
+
+def _read_stack(path: str, module: nn.Module, seen: _Seen) -> Stacked | str:
+    """How it is called, or why it is not understood."""
+    num = len(next(module.parameters()))
+    if not seen.num:
+        return "it did not run on the example"
+    places: list[tuple[Place, Any]] = [*enumerate(seen.args), *seen.kwargs.items()]
+    tensors = [(place, x) for place, x in places if isinstance(x, Tensor)]
+    numbers = [(p, x) for p, x in tensors if x.dim() == 2 and _is_whole(x.dtype)]
+    if len(numbers) != 1:
+        return "it is not called with the numbers of each token's experts"
+    index, chosen = numbers[0]
+    weights = [p for p, x in tensors if x.is_floating_point() and x.shape == chosen.shape]
+    rows = [
+        p
+        for p, x in tensors
+        if x.is_floating_point()
+        and x.dim() >= 2
+        and p not in weights
+        and x[..., 0].numel() == len(chosen)
+    ]
+    if len(weights) != 1 or len(rows) != 1 or len(tensors) != 3:
+        return "it is not called with tokens, the numbers of their experts and their weights alone"
+    x = argument(seen.args, seen.kwargs, rows[0])
+    if not isinstance(seen.out, Tensor) or seen.out.shape[:-1] != x.shape[:-1]:
+        return "it does not give a row for each token"
+    return Stacked(path, num, rows[0], index, weights[0])
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return dtype in (torch.int64, torch.int32)
+
+
+def _tried_stack(module: nn.Module, stack: Stacked, seen: _Seen, num_ranks: int) -> Stacked | str:
+    """The stack with the attributes that count its experts, once its parts gave what it gave whole."""
+    if stack.num % num_ranks:
+        return stack  # refused for that, by name
+    whole = {
+        name for name, value in vars(module).items() if type(value) is int and value == stack.num
+    }
+    named = tuple(sorted(name for name in whole if "expert" in name))
+    error: Exception | None = None
+    for counters in dict.fromkeys((named, tuple(sorted(whole)), ())):
+        try:
+            if _parts_agree(module, stack, counters, seen, num_ranks):
+                return Stacked(
+                    stack.path, stack.num, stack.rows, stack.index, stack.weight, counters
+                )
+        except Exception as found:
+            error = error or found
+    return f"its parts do not give what it gives whole{f' ({error})' if error else ''}"
+
+
+@torch.no_grad()
+def _parts_agree(
+    module: nn.Module, stack: Stacked, counters: tuple[str, ...], seen: _Seen, num_ranks: int
+) -> bool:
+    """Random rows through all experts at once, and through each rank's part of them."""
+    x = argument(seen.args, seen.kwargs, stack.rows)
+    slots = argument(seen.args, seen.kwargs, stack.index).shape[1]
+    with torch.random.fork_rng(_devices(x)):
+        torch.manual_seed(0)
+        rows = torch.randn(_NUM_TRIED, x.shape[-1], device=x.device, dtype=x.dtype)
+        index = torch.rand(_NUM_TRIED, stack.num, device=x.device).topk(slots).indices
+        weight = torch.rand(_NUM_TRIED, slots, device=x.device, dtype=x.dtype)
+        weights = {n: 0.1 * torch.randn_like(p) for n, p in module.named_parameters()}
+    if x.dim() > 2:
+        rows = rows.view(1, *rows.shape)
+
+    def call(values: dict[str, Tensor], num: int, *given: Tensor) -> Tensor:
+        changes = dict(zip((stack.rows, stack.index, stack.weight), given, strict=True))
+        args, kwargs = with_arguments(seen.args, seen.kwargs, changes)
+        with counting(module, counters, num):
+            out: Tensor = torch.func.functional_call(module, values, args, kwargs)
+        return out.reshape(-1, out.shape[-1])
+
+    wanted = call(weights, stack.num, rows, index, weight)
+    route = plan_route(index, stack.num, num_ranks)
+    each, total, done = stack.num // num_ranks, torch.zeros_like(wanted), 0
+    for rank, number in enumerate(route.numbers[:, 1].tolist()):
+        pairs = route.pairs[done : done + number]
+        tokens = torch.div(pairs, slots, rounding_mode="floor")
+        part = {n: w[rank * each : (rank + 1) * each] for n, w in weights.items()}
+        flat = rows.reshape(-1, rows.shape[-1])[tokens]
+        experts = route.errands[done : done + number, 1:]
+        total.index_add_(0, tokens, call(part, each, flat, experts, weight.flatten()[pairs, None]))
+        done += number
+    return _are_close(total, wanted)
+
+
+def _are_close(a: Any, b: Any) -> bool:
+    """To rounding: half the digits of their type."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    bound = torch.finfo(a.dtype).eps ** 0.5 * (
+        1.0 + b.detach().abs().max().item() if b.numel() else 1.0
+    )
+    return bool(((a - b).abs() <= bound).all())
+
+
+def _devices(x: Tensor) -> list[int]:
+    return [x.device.index or 0] if x.device.type == "cuda" else []
+
+
+# Lists
+
+
+def _try_list(around: nn.Module, members: nn.ModuleList, plan: Listed, seen: _Seen) -> str | None:
+    """None for experts; otherwise why not, which is empty where nobody would take them for experts."""
+    said = "expert" in plan.path.rpartition(".")[2].lower()
+    if not seen.num:
+        return "they did not run on the example" if said else ""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        args, kwargs = tree_map(_shaken, (seen.args, seen.kwargs))
+    with torch.no_grad(), _same_chance(), _buffers_kept(around):
+        sizes, wanted = _row_counts(around, members, args, kwargs)
+    if not said and len(set(sizes.values())) < 2 and len(sizes) == plan.num:
+        return ""  # every one gets all rows: layers, or heads
+    spread = None
+    before = [vars(m).get("forward") for m in members]
+    try:
+        spread = SpreadList(around, members, plan, 1, 0, None)
+        with torch.no_grad(), _same_chance(), _buffers_kept(around):
+            got = spread(*args, **kwargs)
+    except Exception as error:
+        return str(error) if said else ""
+    finally:
+        for member, forward in zip(members, before, strict=True):
+            vars(member).pop("forward", None)
+            if forward is not None:
+                member.forward = forward
+    pairs = zip(tree_leaves(got), tree_leaves(wanted), strict=True)
+    same = all(_are_close(a, b) for a, b in pairs if isinstance(a, Tensor))
+    return None if same else "called with their rows all together they give something else"
+
+
+def _shaken(value: Any) -> Any:
+    """Random numbers in place of an example's, which is zeros and would all go to the same experts."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return torch.randn_like(value)
+    return value
+
+
+def _row_counts(
+    around: nn.Module, members: nn.ModuleList, args: Any, kwargs: Any
+) -> tuple[dict[int, int], Any]:
+    """How many rows each of the modules was given, and what came of it all."""
+    sizes: dict[int, int] = {}
+    handles = []
+    for number, member in enumerate(members):
+
+        def before(_: Any, given: Any, number: int = number) -> None:
+            if given and isinstance(given[0], Tensor) and given[0].dim():
+                sizes[number] = given[0][..., 0].numel()
+
+        handles.append(member.register_forward_pre_hook(before))
+    try:
+        return sizes, around(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _same_chance:
+    """Torch's generators as seeded the same each time, and as they were afterwards."""
+
+    def __enter__(self) -> None:
+        self._fork = torch.random.fork_rng()
+        self._fork.__enter__()
+        torch.manual_seed(0)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)
+
+
+class _buffers_kept:
+    """Buffers of a module as they were."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [(b, b.clone()) for b in module.buffers()]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: Any) -> None:
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
