@@ -248,11 +248,11 @@ def main() -> int:
     chosen = {k: v for k, v in rows(args.reduced).items() if not args.kind or k in args.kind}
     if args.part:
         chosen = part_of(chosen, *args.part)
-    print(f"{'model':<15}{'layout':<58}loss     gradient weight   eval     verdict")
+    print(f"{'model':<16}{'layout':<58}loss     gradient weight   eval     verdict")
     for kind, layouts in chosen.items():
         if reason := missing(kind):
             unseen += len(layouts)
-            print(f"{kind:<15}NOT SHOWN: {reason}", flush=True)
+            print(f"{kind:<16}NOT SHOWN: {reason}", flush=True)
             continue
         for row in prove(kind, layouts):
             found = row.comparison
@@ -261,7 +261,7 @@ def main() -> int:
             total += 1
             same += row.verdict == "same"
             detail = f": {row.detail}" if row.detail else ""
-            print(f"{kind:<15}{row.layout!s:<58}{shown:<36}{row.verdict}{detail}", flush=True)
+            print(f"{kind:<16}{row.layout!s:<58}{shown:<36}{row.verdict}{detail}", flush=True)
     part = "part {}/{}, ".format(*args.part) if args.part else ""
     hidden = f", {unseen} not shown" if unseen else ""
     seconds = time.perf_counter() - start

@@ -8,6 +8,9 @@ before it counts as misjudged.
 from __future__ import annotations
 
 import importlib.util
+import os
+import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,8 +114,6 @@ def test_the_fault_is_named_on_a_gpu(name: str) -> None:
 
 
 def _measure_rank(env: Any, path: str, name: str) -> Any:
-    import os
-
     import torch.distributed as dist
 
     os.environ.update(
@@ -129,18 +130,32 @@ def _measure_rank(env: Any, path: str, name: str) -> Any:
     return everyone
 
 
-@pytest.mark.parametrize("name", RANKS)
-def test_the_fault_between_ranks_is_named(name: str) -> None:
+def _measure_ranks(name: str) -> list[Measured]:
+    """What two ranks on the CPU saw."""
     from ridgeline.launch.forked import Ranks
 
-    module = _importable()
+    module = _importable()  # before ranks are forked, which find it by its name
+    ranks = Ranks(2)
+    try:
+        return ranks(module._measure_rank, str(PLANTED), name, timeout_s=240)
+    finally:
+        ranks.close()
+
+
+def _measure_ranks_apart(name: str, out: Path) -> list[Measured]:
+    """The same from a process of its own: CUDA that was used here cannot be used in forks of this one."""
+    command = [sys.executable, __file__, name, str(out)]
+    subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=300)
+    return pickle.loads(out.read_bytes())
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_fault_between_ranks_is_named(name: str, tmp_path: Path) -> None:
     said = []
     for _ in range(TRIES):
-        ranks = Ranks(2)
-        try:
-            first, *others = ranks(module._measure_rank, str(PLANTED), name, timeout_s=240)
-        finally:
-            ranks.close()
+        apart = torch.cuda.is_initialized()
+        found = _measure_ranks_apart(name, tmp_path / "out") if apart else _measure_ranks(name)
+        first, *others = found
         verdict = judge(first, others)
         if _is_named(verdict, RANKS[name]):
             break
@@ -163,3 +178,7 @@ def _importable() -> Any:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_bytes(pickle.dumps(_measure_ranks(sys.argv[1])))
