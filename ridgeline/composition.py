@@ -71,11 +71,6 @@ APART: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]] = (
         ("ep",),
         "the model runs on tensors of global shape, and tokens on their way to experts are plain ones",
     ),
-    (
-        ("zero=3",),
-        ("ep",),
-        "weights are gathered over all replicas of a sharding group, and an expert is on some of them only",
-    ),
     (("spatial",), ("precision=fp8",), "fp8 covers matrix products, not convolutions"),
     (
         ("tp", "sp", "cp"),

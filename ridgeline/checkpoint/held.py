@@ -149,8 +149,10 @@ def _hold_parameters(arranged: Arranged) -> dict[int, _Parameter]:
         if arranged.is_fully_sharded:
             free_gathered(part)
         flats = [flat for flat in arranged.flats if flat.module is part]
+        flat_names = {name for flat in flats for name in flat.names}
+        every = bool(flats) and not arranged.is_fully_sharded
         for name, parameter in part.named_parameters():
-            if flats and parameter.requires_grad:
+            if parameter.requires_grad and (every or name in flat_names):
                 continue
             split = _split_of(arranged, name)
             found[id(parameter)] = _Parameter(

@@ -85,11 +85,19 @@ def build_optimizer(
     )
     if config.name in _WHOLE_ONLY and any(isinstance(p, DTensor) for p in parameters):
         fused = False
-    groups = decay_groups(trainables, config)
+    groups = [one for group in decay_groups(trainables, config) for one in _alike(group)]
     if config.name in LAYERWISE:
         scaled = [t.parameter for t in trainables if t.num_dims > 1]
         return build_layerwise(groups, lr, config, scaled, whole, parameters)
     return OPTIMIZERS[config.name](groups, lr, config, fused)
+
+
+def _alike(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group, or two where some are shards in torch's sense and others are not: one kernel takes no
+    two kinds."""
+    shards = [p for p in group["params"] if isinstance(p, DTensor)]
+    plain = [p for p in group["params"] if not isinstance(p, DTensor)]
+    return [{**group, "params": found} for found in (shards, plain) if found]
 
 
 def decay_groups(trainables: list[Trainable], config: OptimConfig) -> list[dict[str, Any]]:

@@ -183,15 +183,17 @@ class Arranged:
 
     def trainables(self) -> list[Trainable]:
         """What the optimizer updates on this rank."""
-        if self.flats:
-            return [
-                Trainable(piece.name, piece.parameter, len(piece.original_shape))
-                for flat in self.flats
-                for piece in flat.pieces
-            ]
+        pieces = [
+            Trainable(piece.name, piece.parameter, len(piece.original_shape))
+            for flat in self.flats
+            for piece in flat.pieces
+        ]
+        flat = {name for flat in self.flats for name in flat.names}
+        if flat and not self.is_fully_sharded:
+            return pieces
         # A parameter that two stages of this rank hold is one, and stepped once.
         found = {id(t.parameter): t for part in self.parts for t in list_trainables(part)}
-        return list(found.values())
+        return [t for t in found.values() if t.name not in flat] + pieces
 
     @property
     def needs_care(self) -> bool:

@@ -39,6 +39,7 @@ def apply_fsdp(
     offload_params: bool = False,
     *,
     wide_outputs: bool = True,
+    spared: frozenset[str] = frozenset(),
 ) -> nn.Module:
     """Shard `model`, whose weights every rank has in full, over `mesh`; those of rank 0 count.
 
@@ -46,15 +47,16 @@ def apply_fsdp(
     when it runs, the rest of the model together; with `reshard` a block's weights are freed between
     forward and backward. `offload_params` keeps the shards, and so the optimizer, on the host.
     `wide_outputs` makes the outputs of `model` float32; not for a stage, which sends what the next
-    expects.
+    expects. Parameters that are `spared` stay as they are, and others look after them.
     """
-    _check_parameters(model)
+    _check_parameters(model, spared)
     axes = range(mesh.ndim)
-    broadcast_module(model, [mesh.get_group(axis) for axis in reversed(axes)])
+    broadcast_module(model, [mesh.get_group(axis) for axis in reversed(axes)], spared)
+    left = {p for name, p in model.named_parameters() if name in spared}
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # torch shards no others; only the memory order is lost
             parameter.data = parameter.data.contiguous()
-    whole = [p for p in model.parameters() if p.dim() == 0]
+    whole = [p for p in model.parameters() if p.dim() == 0 and p not in left]
     offload: OffloadPolicy = OffloadPolicy()
     if offload_params:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -67,7 +69,7 @@ def apply_fsdp(
             offload_policy=offload,
             # None: not for the root, whose weights backward wants at once.
             reshard_after_forward=None if reshard else False,
-            ignored_params=set(whole),
+            ignored_params={*whole, *left},
         )
 
     inner = MixedPrecisionPolicy()
@@ -144,9 +146,11 @@ def _trainable_batch_norms(root: nn.Module) -> list[nn.Module]:
     return [norm for norm in norms if norm is not root]
 
 
-def _check_parameters(root: nn.Module) -> None:
+def _check_parameters(root: nn.Module, spared: frozenset[str]) -> None:
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in root.named_parameters():
+        if name in spared:
+            continue
         if parameter.is_complex():
             raise UsageError(f"{name} is complex, which zero=3 cannot shard; use zero=2")
         if parameter.requires_grad and parameter.dim():

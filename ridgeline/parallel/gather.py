@@ -22,15 +22,15 @@ from ridgeline.parallel.pipeline.stage import stale_buffers
 def full_gradients(built: Arranged) -> dict[str, Tensor]:
     """Gradients of the global batch, after `finish_gradients` and before the update."""
     found: dict[str, Tensor] = {}
-    if built.flats:
-        for flat in built.flats:
-            found |= flat.full_gradients()
-    elif built.is_fully_sharded:
+    if built.is_fully_sharded:
         from ridgeline.parallel import fsdp
 
         for part in built.parts:
             found |= fsdp.full_gradients(part)
-    else:
+    if built.flats:
+        for flat in built.flats:
+            found |= flat.full_gradients()
+    elif not built.is_fully_sharded:
         for part in built.parts:
             found |= {n: p.grad for n, p in part.named_parameters() if p.grad is not None}
     return _over_stages(built, _joined(built, found))

@@ -75,13 +75,9 @@ def build_whole(built: Arranged) -> Whole | None:
     experts = built.experts
     if shards is None and halves is None and experts is None:
         return None
-    if (
-        built.flats
-    ):  # in an order of their own: uneven halves of a split model are cut into other buckets
-        everywhere = experts.everywhere if experts is not None else frozenset()
-        names = sorted({name for flat in built.flats for name in flat.names} | everywhere)
-    else:
-        names = [t.name for t in trainables]
+    # In an order of their own: uneven halves of a split model are cut into other buckets.
+    known = {t.name for t in trainables} | {name for flat in built.flats for name in flat.names}
+    names = sorted(known | (experts.everywhere if experts is not None else frozenset()))
     places = {name: place for place, name in enumerate(names)}
     mine = torch.tensor([places[t.name] for t in trainables], device=mesh.device)
     split = torch.tensor([name in splits for name in names], device=mesh.device)

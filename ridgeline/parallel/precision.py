@@ -8,13 +8,39 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Types that products are computed in, by the name of the precision; others use the parameters' own. In
 fp8 it is the type of everything that is no linear layer of a block (`float8.py`)."""
+
+
+class Scaler(torch.amp.GradScaler):
+    """Torch's, for optimizers of which some parameters are shards in torch's sense and others plain: its
+    kernel takes no two kinds."""
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = {}
+        for wanted in (True, False):
+            groups = [
+                {"params": [p for p in group["params"] if isinstance(p, DTensor) is wanted]}
+                for group in optimizer.param_groups
+            ]
+            some = SimpleNamespace(param_groups=groups)
+            for device, overflow in (
+                super()._unscale_grads_(some, inv_scale, found_inf, allow_fp16).items()  # type: ignore[arg-type]
+            ):
+                found[device] = (
+                    torch.maximum(found[device], overflow) if device in found else overflow
+                )
+        return found
 
 
 @dataclass(frozen=True)
@@ -48,5 +74,5 @@ def build_precision(name: str, device: torch.device) -> Precision:
     torch.set_float32_matmul_precision("highest" if name == "fp32" else "high")
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = name != "fp32"
-    scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+    scaler = Scaler(device.type) if name == "fp16" else None
     return Precision(name, device.type, scaler)

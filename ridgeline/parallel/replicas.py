@@ -25,6 +25,9 @@ def apply_sharding(built: Arranged) -> None:
         alone = mesh.axis_size(*copies.split("+")) == 1
         device_mesh = mesh.device_mesh("shard") if alone else mesh.device_mesh(copies, "shard")
         for module in built.parts:
+            mine = _experts_in(built, module)
+            if mine:  # first: with the types that the rest is gathered in
+                _flatten_experts(built, module, mine, AUTOCAST.get(layout.precision))
             apply_fsdp(
                 module,
                 built.blocks_of(module).values(),
@@ -33,6 +36,7 @@ def apply_sharding(built: Arranged) -> None:
                 reshard=layout.pp == 1,
                 offload_params=layout.offload == "params",
                 wide_outputs=built.staged is None,
+                spared=mine,
             )
         built.is_fully_sharded = True
         return
@@ -63,24 +67,52 @@ def _flatten(
     """A part's weights in flat memory; experts, which other ranks have copies of, in their own."""
     from ridgeline.parallel.zero import FlatZero
 
-    spared, experts = built.spared_in(module), built.experts
-    common = {
-        "compute_dtype": dtype,
-        "bucket_mb": built.ddp.bucket_mb,
-        "offload_optimizer": built.layout.offload == "optimizer",
-    }
-    names = {name for name, _ in module.named_parameters()}
-    mine = frozenset(names & experts.names) if experts is not None else frozenset()
-    built.flats.append(FlatZero(module, stage, shard, copies, spared=spared | mine, **common))
-    if experts is not None and mine:
-        # Reduced when backward is over: during it, ranks whose experts had no tokens would send theirs at
-        # another time. Tokens have brought the gradients of the whole block of ranks together.
-        groups, others = experts.groups, frozenset(names - mine)
-        built.flats.append(
-            FlatZero(
-                module, 1, groups.shard, groups.copies, spared=others, summed=groups.size, **common
-            )
+    mine = _experts_in(built, module)
+    built.flats.append(
+        FlatZero(
+            module,
+            stage,
+            shard,
+            copies,
+            dtype,
+            built.ddp.bucket_mb,
+            offload_optimizer=built.layout.offload == "optimizer",
+            spared=built.spared_in(module) | mine,
         )
+    )
+    if mine:
+        _flatten_experts(built, module, mine, dtype)
+
+
+def _experts_in(built: Arranged, module: nn.Module) -> frozenset[str]:
+    spread = built.experts.names if built.experts is not None else frozenset()
+    return frozenset(name for name, _ in module.named_parameters() if name in spread)
+
+
+def _flatten_experts(
+    built: Arranged, module: nn.Module, mine: frozenset[str], dtype: torch.dtype | None
+) -> None:
+    """Ranks with the same experts share out the optimizer's work on them, and no more in any stage: they
+    are reduced when backward is over, since ranks whose experts had no tokens would send theirs at another
+    time during it."""
+    from ridgeline.parallel.zero import FlatZero
+
+    assert built.experts is not None
+    groups = built.experts.groups
+    built.flats.append(
+        FlatZero(
+            module,
+            1,
+            groups.shard,
+            groups.copies,
+            dtype,
+            built.ddp.bucket_mb,
+            offload_optimizer=built.layout.offload in ("optimizer", "params"),
+            spared=frozenset(n for n, _ in module.named_parameters() if n not in mine),
+            # Tokens have brought the gradients of a whole block of ranks together.
+            summed=groups.size,
+        )
+    )
 
 
 def apply_replication(built: Arranged) -> None:

@@ -148,6 +148,7 @@ LAYOUTS = (
     "dp=4,ep=4",
     "dp=4,zero=1,ep=2",
     "dp=4,zero=2,ep=2",
+    "dp=4,zero=3,ep=2",
     "dp=4,zero=2,shard=2,ep=4",
     "dp=4,zero=1,shard=2,ep=2",
     "dp=2,ep=2,offload=optimizer",
@@ -179,7 +180,7 @@ def test_proved(verifier: Verifier, text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["listed", "stacked"])
 def test_proved_with_the_norms_of_single_parameters_and_in_bf16(kind: str) -> None:
-    layouts = [Layout.parse(text) for text in ("dp=4,zero=1,ep=2", "dp=4,ep=2")]
+    layouts = [Layout.parse(text) for text in ("dp=4,zero=1,ep=2", "dp=4,ep=2", "dp=4,zero=3,ep=2")]
     made = Verifier(config_of(kind, "dp=1", "optim={name: lamb, weight_decay: 0.01}"), layouts, 3)
     try:
         for layout in layouts:
@@ -232,7 +233,7 @@ def train(path: Path, steps: int, kind: str, layout: str) -> dict[str, Tensor] |
     ("kind", "first", "then"),
     [
         ("listed", "dp=4,zero=1,ep=2", ""),
-        ("listed", "dp=2,zero=3", "dp=4,ep=4"),
+        ("listed", "dp=4,zero=3,ep=2", "dp=4,ep=4"),
         ("stacked", "dp=4,zero=2,ep=2", "dp=2,pp=2,microbatches=2,ep=2"),
         ("stacked", "", "dp=4,zero=1,ep=4"),
     ],

@@ -141,7 +141,7 @@ REDUCED: dict[str, tuple[str, ...]] = {
     "bert": ("dp=2,tp=2",),
     "vit": ("tp=2", "cp=2", "dp=2,zero=2"),
     "timm-vit": ("tp=2", "cp=2", "pp=2,microbatches=2"),
-    "mixture": ("dp=2,ep=2", "dp=4,zero=1,ep=2"),
+    "mixture": ("dp=2,ep=2", "dp=4,zero=1,ep=2", "dp=2,zero=3,ep=2,precision=fp16"),
     "mixture-stacked": ("dp=2,zero=2,pp=2,microbatches=2,ep=2", "dp=2,ep=2,precision=bf16"),
     "hf-mixtral": ("dp=2,zero=1,ep=2",),
     "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2"),
