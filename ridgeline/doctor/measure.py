@@ -30,8 +30,9 @@ from ridgeline.doctor.measured import (
     Missed,
     RankTime,
     Stall,
+    quartile_spread,
 )
-from ridgeline.doctor.probe import Probe, Watched, quartile_spread
+from ridgeline.doctor.probe import Probe, Watched
 from ridgeline.doctor.shapes import MULTIPLES, Used, find_cliffs, names_by_shape, parameters_of
 from ridgeline.doctor.timeline import look_at_memory, take_apart
 from ridgeline.doctor.trace import Allocations, Taken

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -308,11 +308,3 @@ def _export(profiler: profile, keep: Path | None) -> dict[str, Any]:
         keep.write_text(text, encoding="utf-8")
     values: dict[str, Any] = json.loads(text)
     return values
-
-
-def quartile_spread(times: Sequence[float]) -> float:
-    """Half the distance between the quartiles, as a share of the median."""
-    if len(times) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(times, n=4)
-    return (high - low) / 2 / middle if middle else 0.0

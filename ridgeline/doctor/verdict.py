@@ -368,12 +368,17 @@ def _size(m: Measured) -> list[Finding]:
     memory = m.memory
     if memory is None or (memory.fill < FULL and memory.num_retries < 1):
         return []
-    evidence = [
+    full = (
         f"{amount(memory.peak_bytes, 'B')} of {amount(memory.capacity_bytes, 'B')} are in use at the peak "
-        f"({memory.fill:.0%}): weights {amount(memory.weights_bytes, 'B')}, gradients "
-        f"{amount(memory.gradients_bytes, 'B')}, optimizer {amount(memory.optimizer_bytes, 'B')}, "
-        f"activations {amount(memory.activations_bytes, 'B')}"
-    ]
+        f"({memory.fill:.0%})"
+    )
+    if memory.weights_bytes:  # records of a run do not tell what its memory holds
+        full += (
+            f": weights {amount(memory.weights_bytes, 'B')}, gradients "
+            f"{amount(memory.gradients_bytes, 'B')}, optimizer {amount(memory.optimizer_bytes, 'B')}, "
+            f"activations {amount(memory.activations_bytes, 'B')}"
+        )
+    evidence = [full]
     if memory.num_retries >= 1:
         evidence.append(
             f"the allocator gives memory back and asks again {memory.num_retries:.3g} times a step "

@@ -92,6 +92,55 @@ def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
         measure_run(_run(tmp_path / "run", steps=1))
 
 
+def test_a_run_of_two_steps_is_judged(tmp_path: Path) -> None:
+    measured = measure_run(_run(tmp_path / "run", steps=2, forward_s=0.09))
+    assert (measured.num_steps, measured.spread) == (1, 0.0)
+
+
+def test_a_run_does_not_claim_to_know_what_fills_its_memory(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", steps=0)
+    for step in range(1, 21):
+        run.append(
+            StepRecord(step, 0, 0.0, 1.0, 0.1, 64, 0.1, memory_bytes=int(79e9), optimizer_s=0.09)
+        )
+    verdict = judge(measure_run(run))
+    assert (verdict.limit, verdict.cause) == ("memory size", "a full device")
+    assert verdict.evidence[0] == "79 GB of 80 GB are in use at the peak (99%)"
+
+
+@pytest.mark.parametrize(
+    "option", [["-n", "2"], ["--steps", "9"], ["--machine", "m.json"], ["--trace"], ["--nvtx"]]
+)
+def test_what_a_finished_run_cannot_do_is_refused(tmp_path: Path, option: list[str]) -> None:
+    run = _run(tmp_path / "run", forward_s=0.09)
+    done = CliRunner().invoke(app, ["doctor", str(run.path), *option])
+    assert isinstance(done.exception, UsageError), done.output
+    assert str(done.exception).startswith(f"{option[0]} is for a training that runs")
+    assert not run.file("doctor.json").exists()
+
+
+def test_remedies_are_those_of_the_layout_that_ran(tmp_path: Path) -> None:
+    """A recipe leaves the number of replicas to whoever starts it; the run's own layout has it."""
+    run = _run(tmp_path / "run", forward_s=0.09)
+    alone = CliRunner().invoke(app, ["doctor", str(run.path)])
+    run.write_text(LAYOUT, "dp=2\n")
+    two = CliRunner().invoke(app, ["doctor", str(run.path)])
+    assert "gradient buckets" not in alone.stdout
+    assert "gradient buckets" in two.stdout
+
+
+def test_a_layout_that_the_planner_chose_is_judged(tmp_path: Path, monkeypatch) -> None:
+    """The measurement is not thrown away for it, and a program can read what comes out."""
+    monkeypatch.chdir(tmp_path)
+    args = ["doctor", "digits", *SMALL, "layout=auto", "-n", "2", "--steps", "6", "--json"]
+    done = CliRunner().invoke(app, [*args, "--out", "there"])
+    assert done.exit_code == 0, done.output
+    value = json.loads(done.stdout)
+    assert value["measured"][0]["num_ranks"] == 2
+    assert any(text.startswith("gradient buckets") for text in value["remedies"])
+    assert "layout auto: dp=2" in done.stderr
+
+
 def test_a_recipe_is_measured_and_nothing_is_written(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     seen = measure(_config(), read_rank_env({}), Options(steps=8))
@@ -204,6 +253,7 @@ def test_the_command_measures_in_a_process_of_its_own(tmp_path: Path, monkeypatc
         (["digits", "--machine", "nowhere.json"], "no file nowhere.json"),
         (["digits", "layout=dp=3", "-n", "2"], "layout"),
         (["no-such-recipe"], "no-such-recipe"),
+        ([str(Path(__file__).parent)], "is a directory without config.yaml, and so no run"),
     ],
 )
 def test_slips_are_one_sentence(args: list[str], word: str) -> None:
