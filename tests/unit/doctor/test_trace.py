@@ -19,6 +19,7 @@ from ridgeline.doctor.measured import (
     MATRIX,
     OPTIMIZER,
 )
+from ridgeline.doctor.probe import WARMUP, Probe
 from ridgeline.doctor.timeline import look_at_memory, take_apart
 from ridgeline.doctor.trace import Sample, Trace, overlap, subtract, union
 
@@ -99,6 +100,28 @@ def test_a_gap_after_a_wait_is_that_lines_doing() -> None:
     assert "aten::item" in what
     assert taken.classes[MATRIX].seconds == pytest.approx(100e-6)
     assert taken.classes[ELEMENTWISE].seconds == pytest.approx(20e-6)
+
+
+def test_only_the_allocations_of_the_steps_looked_at_are_theirs() -> None:
+    s = Script()
+    s.runtime("cudaFree", -500, 400)
+    s.runtime("cudaMalloc", 10, 30)
+    s.kernel("elementwise_kernel", 100, 20, 90, s.op("aten::add", 88, 4, [[64], [64]]))
+    assert take_apart(s.trace(200)).retry_s == pytest.approx(30e-6)
+
+
+def test_one_retry_of_the_allocator_in_every_step_is_one_a_step(monkeypatch) -> None:
+    """Also of the steps that are profiled; those that warm up are not counted."""
+    probe = Probe(torch.device("cpu"), steps=6)
+    while not probe.step_done():
+        torch.zeros(8).add_(1.0)
+    retries = {"num_alloc_retries": probe.num_steps - WARMUP}
+    monkeypatch.setattr(probe, "_cuda", True)
+    monkeypatch.setattr(probe, "_step_times", lambda: [0.1])
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: retries)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 0)
+    assert probe.finish().num_retries == 1.0
 
 
 def test_a_gap_while_the_host_launches_is_a_launch_gap() -> None:
