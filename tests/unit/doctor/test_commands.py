@@ -16,7 +16,7 @@ from ridgeline.config import dump_config, find_recipe, load_config
 from ridgeline.doctor import model_look
 from ridgeline.doctor.finished import measure_run
 from ridgeline.doctor.interface import surely_lacks_interface
-from ridgeline.doctor.measure import Options, measure, measure_training
+from ridgeline.doctor.measure import Facts, Options, measure, measure_training
 from ridgeline.doctor.script import measure_script
 from ridgeline.doctor.verdict import judge
 from ridgeline.errors import RunError, UsageError
@@ -210,6 +210,38 @@ def test_a_script_that_ends_too_early_is_told(tmp_path: Path) -> None:
     script.write_text("import torch\n")
     with pytest.raises(RunError, match="ended after 0 steps of an optimizer, and 15 are needed"):
         measure_script(script, [], Options(steps=8))
+
+
+LAYERS = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+model = torch.nn.Sequential(model)
+other = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_layers_of_a_script_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What misses the tensor cores is told by them, in a script as in a recipe."""
+    seen = []
+
+    def explain(probe: object, watched: object, facts: Facts, roofline: object) -> None:
+        seen.append(facts)
+
+    monkeypatch.setattr("ridgeline.doctor.script.explain", explain)
+    script = tmp_path / "own.py"
+    script.write_text(LAYERS)
+    measure_script(script, [], Options(steps=6))
+    assert seen[0].model is not None
+    assert [name for name, _ in seen[0].model.named_parameters()] == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    ]
 
 
 AROUND = """
