@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -190,8 +191,7 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
     recipe = None if is_script else find_recipe(asked.what)
     config = None if recipe is None else load_config(recipe, asked.rest).config
     _check_can_run(asked, config)
-    with tempfile.TemporaryDirectory(prefix="ridgeline-doctor-") as name:
-        folder = Path(name)
+    with _folder_of_ranks() as folder:
         with telling_places(recipe, () if is_script else asked.rest):
             if config is not None:
                 config = _choose(asked, config)
@@ -206,6 +206,21 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
     if asked.effort is not None:
         value["ladder"] = _climb(asked, config, out, ranks[0], asked.effort)
     return value
+
+
+@contextmanager
+def _folder_of_ranks() -> Iterator[Path]:
+    """Where ranks leave what they found. It stays where an error sends its reader there for a traceback."""
+    folder = Path(tempfile.mkdtemp(prefix="ridgeline-doctor-"))
+    stays = False
+    try:
+        yield folder
+    except RunError as error:
+        stays = str(folder) in str(error)
+        raise
+    finally:
+        if not stays:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_is_training(what: str) -> None:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 from ridgeline.doctor.interface import tell_missing
-from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline
+from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline, tell_unheeded
 from ridgeline.doctor.probe import Probe
 from ridgeline.errors import RunError, UsageError
 from ridgeline.machine.roofline import ComputeFacts
@@ -115,7 +115,12 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
             f"{path} ended after {done} steps of an optimizer, and {needed} are needed; let it train "
             "longer, or give a smaller --steps"
         )
-    facts = Facts(source=f"script {path.name}", model=watch.model, optimizer=watch.optimizer)
+    facts = Facts(
+        source=f"script {path.name}",
+        model=watch.model,
+        optimizer=watch.optimizer,
+        notes=tell_unheeded(options, probe.device),
+    )
     return explain(probe, probe.finish(), facts, watch.roofline)
 
 

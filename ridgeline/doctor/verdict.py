@@ -336,6 +336,8 @@ def _rates(m: Measured, rows: Sequence[ClassTime]) -> tuple[str, ...]:
             reached = best / row.seconds
             # Bytes are counted as if each op went to memory; a cache that holds them is faster.
             beyond = f"; {reached:.1f} times what memory gives, so caches serve it"
+            if not row.bytes or not is_memory_bound(m, row):
+                beyond = f"; {reached:.1f} times the peak that was measured, so that was measured too low"
             text += f"; {reached:.0%} of what the device allows" if reached < 1.2 else beyond
         lines.append(text)
     if lines and 0 < m.smallest_side < SMALL_SIDE and rows[0].name == MATRIX:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from ridgeline.doctor.script import measure_script
 from ridgeline.doctor.verdict import judge
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import read_rank_env
+from ridgeline.machine.record import add_compute
+from ridgeline.machine.roofline import ComputeFacts
 from ridgeline.rundir import CONFIG, FACTS, LAYOUT, RankRecord, RunDir, StepRecord
 from ridgeline.train.setup import build_training
 
@@ -66,6 +69,17 @@ def test_a_finished_run_that_computes(tmp_path: Path) -> None:
     verdict = judge(measure_run(run))
     assert verdict.limit == "compute"
     assert "at 1% of what the device reaches" in verdict.sentence
+    run.write_json(
+        FACTS,
+        {
+            "machine": {"device_kind": "cpu", "peak_flops": {"fp32": 1e11}},
+            "model": {"train_flops_per_sample": 1e9},
+        },
+    )
+    assert any(
+        "7.1 times the peak that was measured, so that was measured too low" in text
+        for text in judge(measure_run(run)).evidence
+    )
 
 
 def test_what_records_do_not_show_is_not_called_the_host(tmp_path: Path) -> None:
@@ -244,6 +258,29 @@ def test_the_layers_of_a_script_have_names(tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
+def test_a_script_that_fails_leaves_its_traceback(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = tmp_path / "own.py"
+    script.write_text("def helper():\n    raise ValueError('shapes do not fit')\nhelper()\n")
+    done = CliRunner().invoke(app, ["doctor", str(script), "--out", str(tmp_path / "there")])
+    assert isinstance(done.exception, RunError), done.output
+    first, second = str(done.exception).splitlines()
+    assert first.endswith("ValueError: shapes do not fit")
+    path = Path(second.partition("traceback: ")[2])
+    assert f'"{script}", line 2, in helper' in path.read_text()
+
+
+def test_what_was_asked_for_and_not_done_is_said(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    add_compute(other, ComputeFacts("h", "cuda", "Some GPU", 1.0, 1))
+    measured = measure(_config(), read_rank_env({}), Options(6, nvtx=True, machine=other)).measured
+    roofline, marks = measured.notes
+    assert "has no figures of" in roofline
+    assert f"`ridgeline machine compute --device cpu --out {other}` adds them" in roofline
+    assert marks.startswith("--nvtx marked nothing")
+    assert measure(_config(), read_rank_env({}), Options(6)).measured.notes == ()
+
+
 AROUND = """
 import torch
 from torch.profiler import record_function
@@ -269,10 +306,12 @@ def test_annotations_of_the_script_are_no_danger(tmp_path: Path) -> None:
 
 def test_the_command_measures_in_a_process_of_its_own(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     args = ["doctor", "digits", *SMALL, "--steps", "8", "--out", "there", "--trace"]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
     assert "a step takes" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]  # nothing of the ranks stays
     written = {path.name for path in (tmp_path / "there").iterdir()}
     assert written == {"doctor.json", "step.svg", "roofline.svg", "memory.svg", "trace.json"}
     assert "traceEvents" in json.loads((tmp_path / "there" / "trace.json").read_text())
