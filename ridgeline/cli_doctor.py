@@ -11,10 +11,14 @@ writes and tells; `_climb` goes on from there.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from ridgeline.rundir import RunDir
 
 DOCTOR = "doctor.json"
+STEPS = 30
 BUDGET_S, LOSS_BOUND, ROUNDS = 1800.0, 0.005, 5
 """Of a climb where nothing else is said."""
 
@@ -43,7 +48,9 @@ What = Annotated[
 ]
 Rest = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="For a recipe; for a script: its own arguments."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="For a recipe; for a script: its own arguments, after --."
+    ),
 ]
 NumProcesses = Annotated[
     int, typer.Option("-n", "--num-processes", min=1, help="Ranks on this machine.")
@@ -103,7 +110,7 @@ def doctor(
     what: What,
     rest: Rest = None,
     num_processes: NumProcesses = 1,
-    steps: Steps = 30,
+    steps: Steps = STEPS,
     out: Out = None,
     machine: Machine = None,
     trace: Trace = False,
@@ -147,7 +154,7 @@ def _left_out(without: list[str]) -> tuple[str, ...]:
 def _judge_run(asked: Asked) -> dict[str, Any]:
     """A finished run, by its records."""
     from ridgeline.config import load_config
-    from ridgeline.doctor.finished import measure_run
+    from ridgeline.doctor.finished import measure_run, read_layout
     from ridgeline.rundir import CONFIG, RunDir
 
     path = Path(asked.what)
@@ -157,9 +164,17 @@ def _judge_run(asked: Asked) -> dict[str, Any]:
         raise UsageError(
             f"--climb runs a training, and {path} is over; give it the recipe: {path / CONFIG}"
         )
+    chosen = {"-n": asked.num_processes != 1, "--steps": asked.steps != STEPS}
+    chosen |= {"--machine": asked.machine is not None, "--trace": asked.trace, "--nvtx": asked.nvtx}
+    for option in (name for name, is_chosen in chosen.items() if is_chosen):
+        raise UsageError(
+            f"{option} is for a training that runs, and {path} is over and judged by its records; leave "
+            f"it out, or give the recipe: {path / CONFIG}"
+        )
     run = RunDir.open(path)
     ranks = [measure_run(run)]
     trained = load_config(path / CONFIG, []).config
+    trained = dataclasses.replace(trained, layout=str(read_layout(run)))
     compared = _compare(run, ranks[0])
     return _conclude(ranks, [], asked.out or path, asked.as_json, None, trained, compared)
 
@@ -170,26 +185,70 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
     from ridgeline.doctor.request import TRACE, read_answers
     from ridgeline.rundir import RunDir
 
+    _check_is_training(asked.what)
     require_torch("`ridgeline doctor`")
     is_script = asked.what.endswith(".py")
     recipe = None if is_script else find_recipe(asked.what)
     config = None if recipe is None else load_config(recipe, asked.rest).config
     _check_can_run(asked, config)
-    with tempfile.TemporaryDirectory(prefix="ridgeline-doctor-") as name:
-        folder = Path(name)
+    with _folder_of_ranks() as folder:
         with telling_places(recipe, () if is_script else asked.rest):
+            if config is not None:
+                config = _choose(asked, config)
             _run_ranks(asked, config, folder)
         ranks, timeline = read_answers(folder)
         if not ranks:
             raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
         out = asked.out or RunDir.create(Path("runs"), f"doctor-{Path(asked.what).stem}").path
         without = asked.effort.without if asked.effort is not None else ()
-        value = _conclude(
-            ranks, timeline, out, asked.as_json, folder / TRACE, config, without=without
-        )
+        ran = None if config is None else _with_ranks(config, asked.num_processes)
+        value = _conclude(ranks, timeline, out, asked.as_json, folder / TRACE, ran, without=without)
     if asked.effort is not None:
         value["ladder"] = _climb(asked, config, out, ranks[0], asked.effort)
     return value
+
+
+@contextmanager
+def _folder_of_ranks() -> Iterator[Path]:
+    """Where ranks leave what they found. It stays where an error sends its reader there for a traceback."""
+    folder = Path(tempfile.mkdtemp(prefix="ridgeline-doctor-"))
+    stays = False
+    try:
+        yield folder
+    except RunError as error:
+        stays = str(folder) in str(error)
+        raise
+    finally:
+        if not stays:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_is_training(what: str) -> None:
+    from ridgeline.config import recipe_names
+    from ridgeline.rundir import CONFIG
+
+    if Path(what).is_dir() and what not in recipe_names():
+        raise UsageError(
+            f"{what} is a directory without {CONFIG}, and so no run; name a run directory, a recipe or a "
+            "script"
+        )
+
+
+def _choose(asked: Asked, config: RunConfig) -> RunConfig:
+    """The recipe that ranks are started with, and that a climb begins with: `auto` is a layout now."""
+    # What is said of the choice is not for programs.
+    with redirect_stdout(sys.stderr if asked.as_json else sys.stdout):
+        config = choose_for_ranks(config, asked.num_processes, asked.num_processes).config
+    _check_layout(config.layout, asked.num_processes)
+    return config
+
+
+def _with_ranks(config: RunConfig, num_ranks: int) -> RunConfig:
+    """The recipe with `dp` filled in where it was left to the number of ranks."""
+    from ridgeline.layout import Layout
+
+    layout = Layout.parse_for(config.layout, num_ranks, "layout")
+    return dataclasses.replace(config, layout=str(layout))
 
 
 def _check_can_run(asked: Asked, config: RunConfig | None) -> None:
@@ -226,8 +285,6 @@ def _run_ranks(asked: Asked, config: RunConfig | None, folder: Path) -> None:
 
     text, threads = "", None
     if config is not None:
-        config = choose_for_ranks(config, asked.num_processes, asked.num_processes).config
-        _check_layout(config.layout, asked.num_processes)
         text, threads = dump_config(config), config.threads
     Request(
         steps=asked.steps,
@@ -306,8 +363,6 @@ def _climb(
     asked: Asked, config: RunConfig | None, out: Path, measured: Measured, effort: Effort
 ) -> dict[str, Any]:
     """From the measured state as far as it goes; the ladder as plain values."""
-    import dataclasses
-
     from ridgeline.doctor.climb import CLIMBED, RECIPE, climb, climb_script
 
     def say(text: str) -> None:
@@ -350,7 +405,8 @@ def list_remedies(
     measured: Measured, config: RunConfig | None, without: Sequence[str] = ()
 ) -> list[str]:
     """Remedies that apply to a recipe, the one with the largest predicted gain first, but for those named
-    in `without`; none for a script, whose settings are in its code."""
+    in `without`; none for a script, whose settings are in its code. The recipe's layout is that of all its
+    ranks, `dp` included."""
     if config is None:
         return []
     from ridgeline.doctor.remedies.table import REMEDIES

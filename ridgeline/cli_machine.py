@@ -242,7 +242,13 @@ def _sweep(
     import torch
 
     from ridgeline.config import find_recipe, load_config
-    from ridgeline.doctor.shapes import MULTIPLES, collect_shapes, describe_swept, sweep_model
+    from ridgeline.doctor.shapes import (
+        MULTIPLES,
+        collect_shapes,
+        describe_swept,
+        find_cliffs,
+        sweep_model,
+    )
     from ridgeline.layout import Layout, read_auto
 
     config = load_config(find_recipe(model), overrides).config
@@ -252,16 +258,21 @@ def _sweep(
         raise UsageError(f"--precision {said!r} is not one of {', '.join(MULTIPLES)}")
     if said not in peaks:
         raise UsageError(f"--precision {said}: this device has no such products; name another")
-    vocabulary = config.model.args.get("vocab")
+    vocab = config.model.args.get("vocab")
+    vocabulary = vocab if isinstance(vocab, int) else None
+    used = collect_shapes(config)
     rows = sweep_model(
-        collect_shapes(config),
+        used,
         torch.device(device),
         said,
-        vocabulary if isinstance(vocabulary, int) else None,
+        vocabulary,
         repeats=3 if quick else 7,
         longest_s=0.2 if device == "cpu" else 1.0,
     )
-    lines = [f"products of {config.model.name}, {said}:", *describe_swept(rows, peaks.get(said))]
+    timed = {row.used for row in rows}
+    left_out = [(one, find_cliffs(one, said, vocabulary)) for one in used if one not in timed]
+    lines = [f"products of {config.model.name}, {said}:"]
+    lines += describe_swept(rows, peaks.get(said), left_out)
     return lines, [row.to_dict() for row in rows]
 
 

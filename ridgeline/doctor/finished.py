@@ -17,6 +17,7 @@ from ridgeline.doctor.measured import (
     Measured,
     Memory,
     RankTime,
+    quartile_spread,
 )
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
@@ -39,14 +40,13 @@ def measure_run(run: RunDir) -> Measured:
     split = {part: _mean_share(steady, part) * step_s for part in SPLIT}
     facts = run.read_json(FACTS) or {}
     machine, model = facts.get("machine", {}), facts.get("model", {})
-    layout = _layout(run)
+    layout = read_layout(run)
     ranks = run.ranks()
     num_ranks = max(len(ranks), layout.world_size)
     samples = statistics.median(s.num_samples for s in steady)
     flops = float(model.get("train_flops_per_sample", 0.0)) * samples / num_ranks
     compute_s = split["forward_s"] + split["backward_s"]
     known = sum(split.values())
-    quartiles = statistics.quantiles([s.step_s for s in steady], n=4)
     return Measured(
         source=f"run {run.path.name}",
         device_kind=str(machine.get("device_kind", "")),
@@ -54,7 +54,7 @@ def measure_run(run: RunDir) -> Measured:
         step_s=step_s,
         num_ranks=num_ranks,
         num_steps=len(steady),
-        spread=(quartiles[2] - quartiles[0]) / 2 / step_s if step_s else 0.0,
+        spread=quartile_spread([s.step_s for s in steady]),
         batch=int(samples) // layout.dp,
         data_s=split["data_s"],
         h2d_s=split["h2d_s"],
@@ -81,7 +81,8 @@ def _mean_share(steps: list[StepRecord], part: str) -> float:
     return sum(getattr(s, part) for s in steps) / total if total > 0 else 0.0
 
 
-def _layout(run: RunDir) -> Layout:
+def read_layout(run: RunDir) -> Layout:
+    """What its ranks were arranged in, all of them counted."""
     path = run.file(LAYOUT)
     return Layout.parse(path.read_text().strip(), LAYOUT) if path.is_file() else Layout()
 

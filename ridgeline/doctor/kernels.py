@@ -28,6 +28,8 @@ _MATRIX = re.compile(
     r"_addmm_activation|matmul|linear)$|^mkldnn::_linear|^onednn::"
 )
 _ATTENTION = re.compile(r"attention|_flash_|fmha", re.IGNORECASE)
+_LENGTH_FIRST = re.compile(r"^aten::_(flash|efficient)_attention_")
+"""Operands of (batch, length, heads, size), as the kernels on CUDA want them; others have heads first."""
 _CONVOLUTION = re.compile(r"conv(olution)?\w*", re.IGNORECASE)
 _LOSS = re.compile(
     r"nll_loss|cross_entropy|log_softmax|mse_loss|l1_loss|binary_cross|smooth_l1|huber|kl_div|"
@@ -143,15 +145,17 @@ def op_cost(name: str, dims: Any, types: Any, concrete: Any) -> tuple[float, flo
         flops, written = _convolution(shapes, concrete or ())
         written *= item
     elif name == "aten::convolution_backward" and len(shapes) > 2:
-        grad, weight = shapes[0], shapes[2]
-        flops = 2 * 2.0 * math.prod(grad) * math.prod(weight[1:])
+        weight = shapes[2]
+        small = shapes[1] if _is_true(concrete, 7) else shapes[0]
+        flops = 2 * 2.0 * math.prod(small) * math.prod(weight[1:])
         written = float(math.prod(shapes[1]) + math.prod(weight)) * item
     elif _ATTENTION.search(name) and shapes and len(shapes[0]) == 4:
         back = "backward" in name
         query = shapes[1] if back and len(shapes) > 1 and len(shapes[1]) == 4 else shapes[0]
         key = shapes[2 if back else 1] if len(shapes) > 2 else query
-        length = key[2] if len(key) == 4 else query[2]
-        flops = (10.0 if back else 4.0) * query[0] * query[1] * query[2] * length * query[3]
+        at = 1 if _LENGTH_FIRST.search(name) else 2
+        length = key[at] if len(key) == 4 else query[at]
+        flops = (10.0 if back else 4.0) * math.prod(query) * length
     return flops, read + written, precision
 
 
@@ -193,6 +197,21 @@ def _convolution(shapes: Sequence[Any], concrete: Sequence[Any]) -> tuple[float,
         return (values * spatial)[:spatial] if values else [fallback] * spatial
 
     stride, padding, dilation = read(3, 1), read(4, 0), read(5, 1)
+    if _is_true(
+        concrete, 6
+    ):  # transposed: each number that comes in goes into a whole kernel's worth
+        extra = read(7, 0)
+        size = [
+            (inputs[2 + i] - 1) * stride[i]
+            - 2 * padding[i]
+            + dilation[i] * (weight[2 + i] - 1)
+            + extra[i]
+            + 1
+            for i in range(spatial)
+        ]
+        groups = max(read(8, 1)[0], 1)
+        out = float(inputs[0] * weight[1] * groups * math.prod(size))
+        return 2.0 * math.prod(inputs) * math.prod(weight[1:]), out
     size = [
         (inputs[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1)
         // max(stride[i], 1)
@@ -201,6 +220,11 @@ def _convolution(shapes: Sequence[Any], concrete: Sequence[Any]) -> tuple[float,
     ]
     out = float(inputs[0] * weight[0] * math.prod(size))
     return 2.0 * out * math.prod(weight[1:]), out
+
+
+def _is_true(concrete: Any, place: int) -> bool:
+    values = concrete or ()
+    return len(values) > place and str(values[place]).lower() in ("true", "1")
 
 
 def _num_items(dims: Any) -> int:

@@ -30,8 +30,9 @@ from ridgeline.doctor.measured import (
     Missed,
     RankTime,
     Stall,
+    quartile_spread,
 )
-from ridgeline.doctor.probe import Probe, Watched, quartile_spread
+from ridgeline.doctor.probe import Probe, Watched
 from ridgeline.doctor.shapes import MULTIPLES, Used, find_cliffs, names_by_shape, parameters_of
 from ridgeline.doctor.timeline import look_at_memory, take_apart
 from ridgeline.doctor.trace import Allocations, Taken
@@ -73,6 +74,7 @@ class Facts:
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     vocabulary: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def _measure(training: Training, options: Options, roofline: ComputeFacts | None
         model=training.model,
         optimizer=training.optimizer,
         vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+        notes=tell_unheeded(options, device),
     )
     return explain(probe, watched, facts, roofline)
 
@@ -164,6 +167,20 @@ def find_roofline(device: torch.device, machine: Path | None) -> ComputeFacts | 
         if found is not None:
             return found
     return measure_compute(device, quick=True)
+
+
+def tell_unheeded(options: Options, device: torch.device) -> tuple[str, ...]:
+    """What was asked for and could not be done on this device."""
+    lines, name = [], device_name(device)
+    machine = options.machine
+    if machine is not None and read_compute(machine, "", device.type, name) is None:
+        lines.append(
+            f"{machine} of --machine has no figures of {name}, which was measured quickly instead: "
+            f"`ridgeline machine compute --device {device.type} --out {machine}` adds them"
+        )
+    if options.nvtx and device.type != "cuda":
+        lines.append(f"--nvtx marked nothing: its ranges are CUDA's, and this ran on {name}")
+    return tuple(lines)
 
 
 @contextmanager
@@ -252,6 +269,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
         memory=_memory(watched, allocations, facts, device, taken.retry_s / count),
         roofline=roofline,
         power=watched.power,
+        notes=facts.notes,
     )
     measured = replace(measured, ranks=_gather_ranks(measured))
     return Seen(measured, allocations.timeline)

@@ -8,7 +8,8 @@ torch, so that a recorded measurement can be judged anywhere.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,3 +218,11 @@ def _rebuild(cls: Any, row: Mapping[str, Any]) -> Any:
         if key in values:
             values[key] = tuple(values[key])
     return cls(**values)
+
+
+def quartile_spread(times: Sequence[float]) -> float:
+    """Half the distance between the quartiles, as a share of the median."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / 2 / middle if middle else 0.0

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +86,7 @@ class Probe:
         self._keep_trace = keep_trace
         self.num_profiled = max(2, min(_MOST_PROFILED, steps // 3))
         self.num_timed = max(2, steps - self.num_profiled)
+        self._warmup = warmup
         first = warmup + self.num_timed
         # One step more than is looked at: the profiler's own start.
         self._plan = {
@@ -278,7 +279,8 @@ class Probe:
             watched.peak_bytes = float(torch.cuda.max_memory_allocated(self.device))
             watched.reserved_bytes = float(torch.cuda.max_memory_reserved(self.device))
             retries = stats.get("num_alloc_retries", 0) - self._retries
-            watched.num_retries = retries / max(1, self.num_steps)
+            # Counted from the first step that is timed on.
+            watched.num_retries = retries / (self.num_steps - self._warmup)
         return watched
 
     def _step_times(self) -> list[float]:
@@ -308,11 +310,3 @@ def _export(profiler: profile, keep: Path | None) -> dict[str, Any]:
         keep.write_text(text, encoding="utf-8")
     values: dict[str, Any] = json.loads(text)
     return values
-
-
-def quartile_spread(times: Sequence[float]) -> float:
-    """Half the distance between the quartiles, as a share of the median."""
-    if len(times) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(times, n=4)
-    return (high - low) / 2 / middle if middle else 0.0

@@ -8,6 +8,7 @@ and has no job by its first step is ended there, before anything is measured. Ca
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 import threading
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 from ridgeline.doctor.interface import tell_missing
-from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline
+from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline, tell_unheeded
 from ridgeline.doctor.probe import Probe
 from ridgeline.errors import RunError, UsageError
 from ridgeline.machine.roofline import ComputeFacts
@@ -41,6 +43,7 @@ class _Watch:
         self._options = options
         self.probe: Probe | None = None
         self.optimizer: Optimizer | None = None
+        self.model: nn.Module | None = None
         self.roofline: ComputeFacts | None = None
         self.num_steps = 0
         self.has_job = False
@@ -69,7 +72,7 @@ class _Watch:
         if self.lacks_job:
             raise Enough
         if self.probe is None:
-            self.optimizer = optimizer
+            self.optimizer, self.model = optimizer, find_model(optimizer)
             device = next(p.device for g in optimizer.param_groups for p in g["params"])
             self.roofline = find_roofline(device, self._options.machine)
             options = self._options
@@ -112,8 +115,26 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
             f"{path} ended after {done} steps of an optimizer, and {needed} are needed; let it train "
             "longer, or give a smaller --steps"
         )
-    facts = Facts(source=f"script {path.name}", optimizer=watch.optimizer)
+    facts = Facts(
+        source=f"script {path.name}",
+        model=watch.model,
+        optimizer=watch.optimizer,
+        notes=tell_unheeded(options, probe.device),
+    )
     return explain(probe, probe.finish(), facts, watch.roofline)
+
+
+def find_model(optimizer: Optimizer) -> nn.Module | None:
+    """The smallest module that holds most of an optimizer's parameters, so that products can be told by
+    their layers: a script says nowhere which it is. Wrappers hold as many, by longer names."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    best, least = None, (0, 0)
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        size = sum(1 for _ in module.modules())
+        rank = (-sum(id(p) in wanted for p in module.parameters()), size)
+        if rank < least:
+            best, least = module, rank
+    return best
 
 
 def run_script(path: Path, arguments: list[str]) -> None:

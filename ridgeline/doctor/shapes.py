@@ -1,4 +1,4 @@
-"""The matrix products of one model: which shapes a step has, which are odd, and what padding would win.
+"""The products and convolutions of one model: a step's shapes, which are odd, and what padding wins.
 
 The shapes are watched on the meta device, where a step costs nothing; then each is timed as it is and
 with its odd dimensions filled up to the next multiple. Called by `ridgeline machine compute --model`.
@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline.config import RunConfig
 from ridgeline.data.build import build_sources
+from ridgeline.doctor.convolutions import Convolution, read_convolution
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
-from ridgeline.machine.compute import Shape, Work, _build, _enough, _mode, time_many
+from ridgeline.machine.compute import DTYPES, Shape, Work, _build, _enough, _mode, time_many
+from ridgeline.machine.picture import amount
 from ridgeline.models.build import build_model
 from ridgeline.models.inputs import change_each
 from ridgeline.train.checks import count_parts
@@ -33,6 +35,7 @@ TILE = 128
 HEADS = (64, 128)
 """Head sizes that every fused attention has a kernel for."""
 _LARGE = 4 * TILE
+CONV_BACKWARD = "convolution backward"
 _GAIN = 0.02
 
 
@@ -42,15 +45,17 @@ class Used:
 
     kind: str
     dims: tuple[int, ...]
-    """(m, n, k) or (batch, m, n, k)."""
+    """(m, n, k), (batch, m, n, k), or of a convolution (samples, channels, maps, filters, kernel)."""
     count: int
     """In one forward and backward pass of a microbatch."""
     where: tuple[str, ...] = ()
     """Parameters of the shape (n, k) or (k, n): whose product this is."""
+    conv: Convolution | None = None
 
     @property
     def flops(self) -> float:
-        return Shape(self.kind, self.dims).flops * self.count
+        once = self.conv.flops if self.conv is not None else Shape(self.kind, self.dims).flops
+        return once * self.count
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Cliff:
     """One dimension that does not suit the device."""
 
     dim: str
-    """m, n or k."""
+    """m, n or k; channels or filters of a convolution."""
     size: int
     padded: int
     reason: str
@@ -85,19 +90,25 @@ class Swept:
 
 
 class _Products(TorchDispatchMode):
-    """Notes the sizes of every matrix product that goes by."""
+    """Notes the sizes of every matrix product and convolution that goes by."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.found: dict[tuple[str, tuple[int, ...], Convolution | None], int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        key = product_of(func._schema.name, [getattr(a, "shape", None) for a in args])
-        if key is not None:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        found = product_of(name, [getattr(a, "shape", None) for a in args])
+        conv = read_convolution(name, args, result)
+        if conv is not None:
+            found = ("convolution" if conv.mask is None else CONV_BACKWARD, conv.dims)
+        if found is not None:
+            key = (*found, conv)
             self.found[key] = self.found.get(key, 0) + 1
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def product_of(op: str, shapes: Sequence[Any]) -> tuple[str, tuple[int, ...]] | None:
@@ -142,8 +153,14 @@ def watch_shapes(model: nn.Module, loss: Callable[[], torch.Tensor]) -> list[Use
         loss().backward()
     names = names_by_shape(model.named_parameters())
     used = [
-        Used(kind, dims, count, parameters_of(dims, names))
-        for (kind, dims), count in products.found.items()
+        Used(
+            kind,
+            dims,
+            count,
+            parameters_of(dims, names) if conv is None else names.get(conv.weight, ()),
+            conv,
+        )
+        for (kind, dims, conv), count in products.found.items()
     ]
     return sorted(used, key=lambda u: -u.flops)
 
@@ -174,8 +191,24 @@ def parameters_of(
 
 def find_cliffs(used: Used, precision: str, vocabulary: int | None = None) -> tuple[Cliff, ...]:
     """Dimensions that are no multiple of what the device wants, and what to make of them."""
+    if used.conv is not None:
+        precision = _of_convolutions(precision)
     need = MULTIPLES[precision]
     found = []
+    if used.conv is not None:
+        if used.conv.groups > 1:  # the channels of a group are the model's own business
+            return ()
+        sizes = (used.conv.inputs[1], used.conv.outputs[1])
+        return tuple(
+            Cliff(
+                name,
+                size,
+                _up(size, need),
+                f"{size} {name}: no multiple of {need}, as {precision} wants",
+            )
+            for name, size in zip(("channels", "filters"), sizes, strict=True)
+            if size % need
+        )
     names = ("m", "n", "k")
     for name, size in zip(names, used.dims[-3:], strict=True):
         what = "vocabulary " if size == vocabulary else ""
@@ -206,21 +239,27 @@ def sweep_model(
     repeats: int = 7,
     longest_s: float = 1.0,
 ) -> list[Swept]:
-    """Time the largest products as they are and padded, turn by turn; those that take longest first."""
+    """Time the largest products, and all that are odd, as they are and padded, turn by turn; those that
+    take longest first. What takes longer than `longest_s`, or does not fit, is not among them."""
     rows: list[tuple[Swept, Work, Work | None]] = []
-    for one in used[:most]:
+    for number, one in enumerate(used):
         cliffs = find_cliffs(one, precision, vocabulary)
-        wanted = {cliff.dim: cliff.padded for cliff in cliffs}
-        names = ("b", "m", "n", "k")[-len(one.dims) :]
-        padded = tuple(wanted.get(n, d) for n, d in zip(names, one.dims, strict=True))
-        work, _ = _build(Shape(one.kind, one.dims), precision, device)
-        if work is None:
+        if number >= most and not cliffs:
             continue
-        other = _build(Shape(one.kind, padded), precision, device)[0] if cliffs else None
-        with _mode(precision, device):
-            if time_many(work, 1, device) > longest_s:
+        larger = _fill(one, {cliff.dim: cliff.padded for cliff in cliffs})
+        try:
+            work = _build_used(one, precision, device)
+            other = _build_used(larger, precision, device) if cliffs else None
+            if work is None:
                 continue
-        rows.append((Swept(one, 0.0, 0.0, cliffs, padded if cliffs else ()), work, other))
+            with _mode(precision, device):
+                if time_many(work, 1, device) > longest_s:
+                    continue
+                if other is not None:
+                    time_many(other, 1, device)
+        except torch.OutOfMemoryError:
+            continue
+        rows.append((Swept(one, 0.0, 0.0, cliffs, larger.dims if cliffs else ()), work, other))
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
     with _mode(precision, device):
         counts = [_enough(work, device) for _, work, _ in rows]
@@ -232,22 +271,51 @@ def sweep_model(
     swept = []
     for (row, _, _), (plain, filled) in zip(rows, times, strict=True):
         seconds = statistics.median(plain)
-        rate = Shape(row.used.kind, row.used.dims).flops / seconds
+        rate = row.used.flops / row.used.count / seconds
         after = statistics.median(filled) if filled else None
         swept.append(replace(row, seconds=seconds, flops_per_s=rate, padded_s=after))
     return sorted(swept, key=lambda s: -s.seconds * s.used.count)
 
 
-def describe_swept(rows: Sequence[Swept], peak: float | None) -> list[str]:
-    """A line a shape, then what padding would win in all."""
+def _fill(used: Used, wanted: Mapping[str, int]) -> Used:
+    """The same with these dimensions filled up."""
+    if used.conv is not None:
+        channels, filters = used.conv.inputs[1], used.conv.outputs[1]
+        if not wanted:
+            return used
+        conv = used.conv.with_channels(
+            wanted.get("channels", channels), wanted.get("filters", filters)
+        )
+        return replace(used, conv=conv, dims=conv.dims)
+    names = ("b", "m", "n", "k")[-len(used.dims) :]
+    dims = tuple(wanted.get(n, d) for n, d in zip(names, used.dims, strict=True))
+    return replace(used, dims=dims)
+
+
+def _build_used(used: Used, precision: str, device: torch.device) -> Work | None:
+    if used.conv is None:
+        return _build(Shape(used.kind, used.dims), precision, device)[0]
+    return used.conv.build(DTYPES[_of_convolutions(precision)], device)
+
+
+def _of_convolutions(precision: str) -> str:
+    """There are none in fp8: beside such products they stay in bf16."""
+    return "bf16" if precision == "fp8" else precision
+
+
+def describe_swept(
+    rows: Sequence[Swept],
+    peak: float | None,
+    left_out: Sequence[tuple[Used, Sequence[Cliff]]] = (),
+) -> list[str]:
+    """A line a shape, then what padding would win in all. `left_out` are shapes that were not timed."""
     total = sum(row.seconds * row.used.count for row in rows) or 1.0
     lines, saved = [], 0.0
     for row in rows:
         share = row.seconds * row.used.count / total
         of = f", {row.flops_per_s / peak:.0%} of the best" if peak else ""
-        name = f"{'x'.join(map(str, row.used.dims))} ({row.used.count} times)"
         lines.append(
-            f"{name:<32}{share:6.1%} of product time  {row.flops_per_s / 1e12:8.3f} TFLOP/s{of}"
+            f"{_name(row.used):<32} {share:6.1%} of product time  {amount(row.flops_per_s, 'FLOP/s')}{of}"
             f"  {', '.join(row.used.where[:2])}"
         )
         lines += [f"    cliff: {cliff.reason}" for cliff in row.cliffs]
@@ -259,8 +327,22 @@ def describe_swept(rows: Sequence[Swept], peak: float | None) -> list[str]:
                 word = f"costs {change}"
             lines.append(f"    padded to {to}: {word}, measured")
             saved += max(row.gain, 0.0) * row.seconds * row.used.count
+    for one, cliffs in left_out:
+        if cliffs:
+            lines.append(f"{_name(one)}: not timed")
+            lines += [f"    cliff: {cliff.reason}" for cliff in cliffs]
+    if left_out:
+        lines.append(
+            f"{len(left_out)} of {len(rows) + len(left_out)} shapes were not timed: the smallest, and what "
+            "takes too long on this device or does not fit"
+        )
     if any(row.cliffs for row in rows):
         lines.append(f"padding where it wins would save {saved / total:.1%} of the product time")
-    else:
+    elif not any(cliffs for _, cliffs in left_out):
         lines.append("no dimension of this model is odd for the device")
     return lines
+
+
+def _name(used: Used) -> str:
+    kind = f"{used.kind} " if used.conv is not None else ""
+    return f"{kind}{'x'.join(map(str, used.dims))} ({used.count} times)"

@@ -102,9 +102,14 @@ def _on_device(trace: Trace) -> Taken:
     taken.h2d_s = length(subtract(clip(copies, window), occupied)) / 1e6
     everything = union([*occupied, *clip(copies, window)])
     _blame_gaps(trace, taken, subtract([window], everything), launches)
-    taken.retry_s = sum(
-        op.end - op.start for op in trace.runtime if op.name.startswith(_ALLOCATIONS)
-    ) / 1e6  # fmt: skip
+    taken.retry_s = (
+        sum(
+            op.end - op.start
+            for op in trace.runtime
+            if op.name.startswith(_ALLOCATIONS) and _inside(op, trace.window)
+        )
+        / 1e6
+    )
     return taken
 
 

@@ -336,6 +336,8 @@ def _rates(m: Measured, rows: Sequence[ClassTime]) -> tuple[str, ...]:
             reached = best / row.seconds
             # Bytes are counted as if each op went to memory; a cache that holds them is faster.
             beyond = f"; {reached:.1f} times what memory gives, so caches serve it"
+            if not row.bytes or not is_memory_bound(m, row):
+                beyond = f"; {reached:.1f} times the peak that was measured, so that was measured too low"
             text += f"; {reached:.0%} of what the device allows" if reached < 1.2 else beyond
         lines.append(text)
     if lines and 0 < m.smallest_side < SMALL_SIDE and rows[0].name == MATRIX:
@@ -368,12 +370,17 @@ def _size(m: Measured) -> list[Finding]:
     memory = m.memory
     if memory is None or (memory.fill < FULL and memory.num_retries < 1):
         return []
-    evidence = [
+    full = (
         f"{amount(memory.peak_bytes, 'B')} of {amount(memory.capacity_bytes, 'B')} are in use at the peak "
-        f"({memory.fill:.0%}): weights {amount(memory.weights_bytes, 'B')}, gradients "
-        f"{amount(memory.gradients_bytes, 'B')}, optimizer {amount(memory.optimizer_bytes, 'B')}, "
-        f"activations {amount(memory.activations_bytes, 'B')}"
-    ]
+        f"({memory.fill:.0%})"
+    )
+    if memory.weights_bytes:  # records of a run do not tell what its memory holds
+        full += (
+            f": weights {amount(memory.weights_bytes, 'B')}, gradients "
+            f"{amount(memory.gradients_bytes, 'B')}, optimizer {amount(memory.optimizer_bytes, 'B')}, "
+            f"activations {amount(memory.activations_bytes, 'B')}"
+        )
+    evidence = [full]
     if memory.num_retries >= 1:
         evidence.append(
             f"the allocator gives memory back and asks again {memory.num_retries:.3g} times a step "

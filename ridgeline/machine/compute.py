@@ -27,7 +27,7 @@ from ridgeline.machine.roofline import ITEM_BYTES, PRECISIONS, ComputeFacts, Pro
 Tell = Callable[[str, float], None]
 Work = Callable[[], object]
 
-_DTYPES = {
+DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -299,7 +299,7 @@ def _build(shape: Shape, precision: str, device: torch.device) -> tuple[Work | N
 
     def numbers(*size: int) -> Tensor:
         made = torch.randn(size, device=device, generator=generator, dtype=torch.float32)
-        return made.to(_DTYPES[precision])
+        return made.to(DTYPES[precision])
 
     if shape.kind == "matrix":
         m, n, k = shape.dims

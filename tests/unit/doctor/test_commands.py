@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from ridgeline.config import dump_config, find_recipe, load_config
 from ridgeline.doctor import model_look
 from ridgeline.doctor.finished import measure_run
 from ridgeline.doctor.interface import surely_lacks_interface
-from ridgeline.doctor.measure import Options, measure, measure_training
+from ridgeline.doctor.measure import Facts, Options, measure, measure_training
 from ridgeline.doctor.script import measure_script
 from ridgeline.doctor.verdict import judge
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import read_rank_env
+from ridgeline.machine.record import add_compute
+from ridgeline.machine.roofline import ComputeFacts
 from ridgeline.rundir import CONFIG, FACTS, LAYOUT, RankRecord, RunDir, StepRecord
 from ridgeline.train.setup import build_training
 
@@ -66,6 +69,17 @@ def test_a_finished_run_that_computes(tmp_path: Path) -> None:
     verdict = judge(measure_run(run))
     assert verdict.limit == "compute"
     assert "at 1% of what the device reaches" in verdict.sentence
+    run.write_json(
+        FACTS,
+        {
+            "machine": {"device_kind": "cpu", "peak_flops": {"fp32": 1e11}},
+            "model": {"train_flops_per_sample": 1e9},
+        },
+    )
+    assert any(
+        "7.1 times the peak that was measured, so that was measured too low" in text
+        for text in judge(measure_run(run)).evidence
+    )
 
 
 def test_what_records_do_not_show_is_not_called_the_host(tmp_path: Path) -> None:
@@ -90,6 +104,55 @@ def test_a_finished_run_with_a_slow_rank(tmp_path: Path) -> None:
 def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs two or more"):
         measure_run(_run(tmp_path / "run", steps=1))
+
+
+def test_a_run_of_two_steps_is_judged(tmp_path: Path) -> None:
+    measured = measure_run(_run(tmp_path / "run", steps=2, forward_s=0.09))
+    assert (measured.num_steps, measured.spread) == (1, 0.0)
+
+
+def test_a_run_does_not_claim_to_know_what_fills_its_memory(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", steps=0)
+    for step in range(1, 21):
+        run.append(
+            StepRecord(step, 0, 0.0, 1.0, 0.1, 64, 0.1, memory_bytes=int(79e9), optimizer_s=0.09)
+        )
+    verdict = judge(measure_run(run))
+    assert (verdict.limit, verdict.cause) == ("memory size", "a full device")
+    assert verdict.evidence[0] == "79 GB of 80 GB are in use at the peak (99%)"
+
+
+@pytest.mark.parametrize(
+    "option", [["-n", "2"], ["--steps", "9"], ["--machine", "m.json"], ["--trace"], ["--nvtx"]]
+)
+def test_what_a_finished_run_cannot_do_is_refused(tmp_path: Path, option: list[str]) -> None:
+    run = _run(tmp_path / "run", forward_s=0.09)
+    done = CliRunner().invoke(app, ["doctor", str(run.path), *option])
+    assert isinstance(done.exception, UsageError), done.output
+    assert str(done.exception).startswith(f"{option[0]} is for a training that runs")
+    assert not run.file("doctor.json").exists()
+
+
+def test_remedies_are_those_of_the_layout_that_ran(tmp_path: Path) -> None:
+    """A recipe leaves the number of replicas to whoever starts it; the run's own layout has it."""
+    run = _run(tmp_path / "run", forward_s=0.09)
+    alone = CliRunner().invoke(app, ["doctor", str(run.path)])
+    run.write_text(LAYOUT, "dp=2\n")
+    two = CliRunner().invoke(app, ["doctor", str(run.path)])
+    assert "gradient buckets" not in alone.stdout
+    assert "gradient buckets" in two.stdout
+
+
+def test_a_layout_that_the_planner_chose_is_judged(tmp_path: Path, monkeypatch) -> None:
+    """The measurement is not thrown away for it, and a program can read what comes out."""
+    monkeypatch.chdir(tmp_path)
+    args = ["doctor", "digits", *SMALL, "layout=auto", "-n", "2", "--steps", "6", "--json"]
+    done = CliRunner().invoke(app, [*args, "--out", "there"])
+    assert done.exit_code == 0, done.output
+    value = json.loads(done.stdout)
+    assert value["measured"][0]["num_ranks"] == 2
+    assert any(text.startswith("gradient buckets") for text in value["remedies"])
+    assert "layout auto: dp=2" in done.stderr
 
 
 def test_a_recipe_is_measured_and_nothing_is_written(tmp_path: Path, monkeypatch) -> None:
@@ -163,6 +226,61 @@ def test_a_script_that_ends_too_early_is_told(tmp_path: Path) -> None:
         measure_script(script, [], Options(steps=8))
 
 
+LAYERS = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+model = torch.nn.Sequential(model)
+other = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_layers_of_a_script_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What misses the tensor cores is told by them, in a script as in a recipe."""
+    seen = []
+
+    def explain(probe: object, watched: object, facts: Facts, roofline: object) -> None:
+        seen.append(facts)
+
+    monkeypatch.setattr("ridgeline.doctor.script.explain", explain)
+    script = tmp_path / "own.py"
+    script.write_text(LAYERS)
+    measure_script(script, [], Options(steps=6))
+    assert seen[0].model is not None
+    assert [name for name, _ in seen[0].model.named_parameters()] == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    ]
+
+
+def test_a_script_that_fails_leaves_its_traceback(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = tmp_path / "own.py"
+    script.write_text("def helper():\n    raise ValueError('shapes do not fit')\nhelper()\n")
+    done = CliRunner().invoke(app, ["doctor", str(script), "--out", str(tmp_path / "there")])
+    assert isinstance(done.exception, RunError), done.output
+    first, second = str(done.exception).splitlines()
+    assert first.endswith("ValueError: shapes do not fit")
+    path = Path(second.partition("traceback: ")[2])
+    assert f'"{script}", line 2, in helper' in path.read_text()
+
+
+def test_what_was_asked_for_and_not_done_is_said(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    add_compute(other, ComputeFacts("h", "cuda", "Some GPU", 1.0, 1))
+    measured = measure(_config(), read_rank_env({}), Options(6, nvtx=True, machine=other)).measured
+    roofline, marks = measured.notes
+    assert "has no figures of" in roofline
+    assert f"`ridgeline machine compute --device cpu --out {other}` adds them" in roofline
+    assert marks.startswith("--nvtx marked nothing")
+    assert measure(_config(), read_rank_env({}), Options(6)).measured.notes == ()
+
+
 AROUND = """
 import torch
 from torch.profiler import record_function
@@ -188,10 +306,12 @@ def test_annotations_of_the_script_are_no_danger(tmp_path: Path) -> None:
 
 def test_the_command_measures_in_a_process_of_its_own(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     args = ["doctor", "digits", *SMALL, "--steps", "8", "--out", "there", "--trace"]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
     assert "a step takes" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]  # nothing of the ranks stays
     written = {path.name for path in (tmp_path / "there").iterdir()}
     assert written == {"doctor.json", "step.svg", "roofline.svg", "memory.svg", "trace.json"}
     assert "traceEvents" in json.loads((tmp_path / "there" / "trace.json").read_text())
@@ -204,6 +324,7 @@ def test_the_command_measures_in_a_process_of_its_own(tmp_path: Path, monkeypatc
         (["digits", "--machine", "nowhere.json"], "no file nowhere.json"),
         (["digits", "layout=dp=3", "-n", "2"], "layout"),
         (["no-such-recipe"], "no-such-recipe"),
+        ([str(Path(__file__).parent)], "is a directory without config.yaml, and so no run"),
     ],
 )
 def test_slips_are_one_sentence(args: list[str], word: str) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline.doctor.kernels import class_of_kernel, class_of_op, on_tensor_cores, op_cost
 from ridgeline.doctor.measure import fit_parts
@@ -16,6 +19,7 @@ from ridgeline.doctor.measured import (
     MATRIX,
     OPTIMIZER,
 )
+from ridgeline.doctor.probe import WARMUP, Probe
 from ridgeline.doctor.timeline import look_at_memory, take_apart
 from ridgeline.doctor.trace import Sample, Trace, overlap, subtract, union
 
@@ -96,6 +100,28 @@ def test_a_gap_after_a_wait_is_that_lines_doing() -> None:
     assert "aten::item" in what
     assert taken.classes[MATRIX].seconds == pytest.approx(100e-6)
     assert taken.classes[ELEMENTWISE].seconds == pytest.approx(20e-6)
+
+
+def test_only_the_allocations_of_the_steps_looked_at_are_theirs() -> None:
+    s = Script()
+    s.runtime("cudaFree", -500, 400)
+    s.runtime("cudaMalloc", 10, 30)
+    s.kernel("elementwise_kernel", 100, 20, 90, s.op("aten::add", 88, 4, [[64], [64]]))
+    assert take_apart(s.trace(200)).retry_s == pytest.approx(30e-6)
+
+
+def test_one_retry_of_the_allocator_in_every_step_is_one_a_step(monkeypatch) -> None:
+    """Also of the steps that are profiled; those that warm up are not counted."""
+    probe = Probe(torch.device("cpu"), steps=6)
+    while not probe.step_done():
+        torch.zeros(8).add_(1.0)
+    retries = {"num_alloc_retries": probe.num_steps - WARMUP}
+    monkeypatch.setattr(probe, "_cuda", True)
+    monkeypatch.setattr(probe, "_step_times", lambda: [0.1])
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: retries)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 0)
+    assert probe.finish().num_retries == 1.0
 
 
 def test_a_gap_while_the_host_launches_is_a_launch_gap() -> None:
@@ -265,11 +291,62 @@ def test_costs_of_ops() -> None:
         "aten::convolution", shapes, ["float"] * 3, ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]"]
     )
     assert flops == 2.0 * (2 * 4 * 4 * 4) * 27
-    query = [[2, 4, 128, 64]] * 3
-    flops, _, _ = op_cost("aten::_flash_attention_forward", query, ["c10::Half"] * 3, None)
-    assert flops == 4.0 * 2 * 4 * 128 * 128 * 64
     many = [[[8, 8], [8]], [[8, 8], [8]]]
     assert op_cost("aten::_foreach_add_", many, ["TensorList"] * 2, None)[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "num_before", "factor"),
+    [
+        ("aten::_scaled_dot_product_flash_attention", [2, 4, 128, 64], 0, 4.0),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", [2, 4, 128, 64], 0, 4.0),
+        ("aten::_scaled_dot_product_cudnn_attention_backward", [2, 4, 128, 64], 1, 10.0),
+        # What the kernels of CUDA are called with inside of these has the length before the heads.
+        ("aten::_flash_attention_forward", [2, 128, 4, 64], 0, 4.0),
+        ("aten::_flash_attention_backward", [2, 128, 4, 64], 1, 10.0),
+        ("aten::_efficient_attention_forward", [2, 128, 4, 64], 0, 4.0),
+        ("aten::_efficient_attention_backward", [2, 128, 4, 64], 1, 10.0),
+    ],
+)
+def test_attention_costs_the_square_of_the_length(
+    name: str, shape: list[int], num_before: int, factor: float
+) -> None:
+    shapes = [shape] * (num_before + 3)
+    flops, _, _ = op_cost(name, shapes, ["c10::BFloat16"] * len(shapes), None)
+    assert flops == factor * 2 * 4 * 128 * 128 * 64
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 8, 8)),
+        (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 8, 8)),
+        (nn.ConvTranspose2d(4, 6, 2, stride=2), (2, 4, 8, 8)),
+        (
+            nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+            (2, 4, 8, 8),
+        ),
+        (nn.ConvTranspose3d(4, 2, 2, stride=2), (1, 4, 4, 4, 4)),
+    ],
+)
+def test_convolutions_cost_what_torch_counts(layer: nn.Module, size: tuple[int, ...]) -> None:
+    """Beside torch's own count, from what its profiler notes; of backward, which torch counts without the
+    groups, twice as much."""
+    x = torch.randn(size, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        layer(x).sum().backward()
+    seen = {}
+    for event in profiler.events():
+        if event.name in ("aten::convolution", "aten::convolution_backward"):
+            kinds = ["float"] * len(event.input_shapes)
+            cost = op_cost(event.name, event.input_shapes, kinds, event.concrete_inputs)
+            seen[event.name] = cost
+    forward = counter.get_total_flops()
+    assert [cost[0] for cost in seen.values()] == [forward, 2 * forward]
+    read = 4 * (x.numel() + sum(p.numel() for p in layer.parameters()))
+    assert seen["aten::convolution"][1] == read + 4 * layer(x).numel()
 
 
 def test_memory_events_name_the_largest_tensor() -> None:
