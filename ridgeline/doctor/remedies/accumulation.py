@@ -8,7 +8,7 @@ from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl, layout_of
 
 def _applies(step: Step, config: RunConfig) -> str | None:
     layout = layout_of(config)
-    if layout.accumulate > 1 and layout.accumulate % 2 == 0 and layout.pp == 1:
+    if layout.accumulate > 1 and layout.pp == 1:
         return f"a batch goes through in {layout.accumulate} parts"
     return None
 
@@ -20,11 +20,16 @@ def _gain(step: Step, config: RunConfig) -> float:
     return amdahl(step, share * step.step_s + 0.5 * step.launch_s)
 
 
+def _fewer(parts: int) -> int:
+    """The next number of parts that the batch divides into as well: it divides into these."""
+    return parts // next(n for n in range(2, parts + 1) if parts % n == 0)
+
+
 REMEDY = Remedy(
     name="less accumulation",
     applies=_applies,
     predicted_gain=_gain,
-    change=lambda config: [f"layout.accumulate={layout_of(config).accumulate // 2}"],
+    change=lambda config: [f"layout.accumulate={_fewer(layout_of(config).accumulate)}"],
     risk="order",
     repeats=True,
 )

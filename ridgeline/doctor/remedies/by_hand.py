@@ -9,6 +9,7 @@ from ridgeline.doctor.remedies.contract import (
     Remedy,
     Step,
     amdahl,
+    free_share,
     layout_of,
     on_cuda,
     seconds,
@@ -109,7 +110,7 @@ LARGER_BATCH = Remedy(
     name="larger batch",
     applies=lambda step, config: (
         "more than half of the device's memory is free"
-        if on_cuda(step) and _free_share(step) > 0.5
+        if on_cuda(step) and (free_share(step) or 0.0) > 0.5
         else None
     ),
     predicted_gain=lambda step, config: amdahl(step, 0.5 * step.launch_s),
@@ -118,11 +119,6 @@ LARGER_BATCH = Remedy(
     advice="raise train.batch, and train.lr by train.lr_rule: that is another training, so it is yours "
     "to decide",
 )
-
-
-def _free_share(step: Step) -> float:
-    memory = getattr(step, "memory", None)
-    return 1.0 - memory.fill if memory is not None else 0.0
 
 
 BY_HAND = (SYNCHRONISATIONS, STAGING, LARGER_BATCH, SPARSITY, CONV_NORMS)

@@ -113,6 +113,12 @@ def elementwise_s(step: Step) -> float:
     return max(step.step_s - step.data_s - step.launch_s - seconds(step, OPTIMIZER), 0.0) * 0.3
 
 
+def free_share(step: Step) -> float | None:
+    """Of the device's memory, at the step's peak; None where that is not known."""
+    memory = getattr(step, "memory", None)
+    return 1.0 - memory.fill if memory is not None else None
+
+
 def layout_of(config: RunConfig) -> Layout:
     return Layout.parse(config.layout)
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from ridgeline.doctor.remedies.contract import Remedy, amdahl, layout_of
+from ridgeline.config import RunConfig
+from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl, free_share, layout_of
+
+_LEAST_FREE = 0.1
+"""Of the device's memory: where less is free while activations are computed again, they cannot all stay."""
+
+
+def _applies(step: Step, config: RunConfig) -> str | None:
+    recompute, free = layout_of(config).recompute, free_share(step)
+    if recompute == "none" or (free is not None and free < _LEAST_FREE):
+        return None
+    room = f", and {free:.0%} of the memory is free" if free is not None else ""
+    return f"recompute={recompute} computes activations twice{room}"
+
 
 REMEDY = Remedy(
     name="no recompute",
-    applies=lambda step, config: (
-        None
-        if layout_of(config).recompute == "none"
-        else f"recompute={layout_of(config).recompute} computes activations twice"
-    ),
+    applies=_applies,
     predicted_gain=lambda step, config: amdahl(
         step, (0.25 if layout_of(config).recompute == "full" else 0.05) * step.step_s
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from ridgeline.doctor.climb import climb
 from ridgeline.doctor.combined import change_config
 from ridgeline.doctor.ladder import Rung
 from ridgeline.doctor.losses import difference, judge_losses
-from ridgeline.doctor.measured import Measured, Stall
+from ridgeline.doctor.measured import Measured, Memory, Stall
 from ridgeline.doctor.remedies.contract import Parts, Remedy, amdahl
 from ridgeline.doctor.remedies.table import REMEDIES
 from ridgeline.doctor.states import Effort
@@ -424,6 +425,30 @@ def test_parts_of_a_batch_are_put_together_before_the_residual_stream_in_fp8() -
     bf16 = load_config(None, [*LLAMA, "layout=precision=bf16,accumulate=2,compile=true"]).config
     assert parts.predicted_gain(step, fp8) > residual.predicted_gain(step, fp8)
     assert parts.predicted_gain(step, bf16) < parts.predicted_gain(step, fp8)
+
+
+def test_parts_of_a_batch_are_put_together_as_they_divide() -> None:
+    parts = REMEDIES["less accumulation"]
+    for before, after in ((2, 1), (3, 1), (6, 3), (9, 3), (5, 1)):
+        config = load_config(None, [*LLAMA, f"layout=accumulate={before}"]).config
+        assert parts.applies(Parts(step_s=0.3), config) is not None
+        assert parts.change(config) == [f"layout.accumulate={after}"]
+
+
+@pytest.mark.parametrize(("used", "applies"), [(50.0, True), (95.0, False)])
+def test_activations_are_kept_where_memory_is_free(used: float, applies: bool) -> None:
+    from types import SimpleNamespace
+
+    step: Any = SimpleNamespace(**vars(Parts(step_s=0.3)), memory=Memory(100.0, used))
+    config = load_config(None, [*LLAMA, "layout=recompute=full"]).config
+    said = REMEDIES["no recompute"].applies(step, config)
+    assert (said is not None) == applies
+    assert not applies or "50% of the memory is free" in str(said)
+
+
+def test_weights_in_shards_have_no_buckets() -> None:
+    config = load_config(None, [*LLAMA, "layout=dp=2,zero=3"]).config
+    assert REMEDIES["gradient buckets"].applies(Parts(step_s=0.3), config) is None
 
 
 def test_a_state_whose_loader_stalls_now_and_then_is_seen_to_wait():
