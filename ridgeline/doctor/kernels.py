@@ -133,6 +133,8 @@ def op_cost(name: str, dims: Any, types: Any, concrete: Any) -> tuple[float, flo
     types = [str(t).lower() for t in types or ()]
     precision = next((PRECISION_OF[t] for t in types if t in PRECISION_OF), "")
     item = next((_ITEM[t] for t in types if t in _ITEM), 4)
+    if "tensorlist" in types:
+        return 0.0, _list_bytes(name, dims or (), types), precision
     shapes = [d if isinstance(d, list) else [] for d in dims or ()]
     sizes = [_num_items(d) for d in shapes]
     read = float(sum(n * _ITEM.get(t, item) for n, t in zip(sizes, types, strict=False)))
@@ -157,6 +159,21 @@ def op_cost(name: str, dims: Any, types: Any, concrete: Any) -> tuple[float, flo
         length = key[at] if len(key) == 4 else query[at]
         flops = (10.0 if back else 4.0) * math.prod(query) * length
     return flops, read + written, precision
+
+
+def _list_bytes(name: str, dims: Sequence[Any], types: Sequence[str]) -> float:
+    """Read and written by an op on lists of tensors, whose type the profiler does not note: float32, which
+    weights and states of optimizers are. Of its lists a fused optimizer changes all but the gradients, any
+    other op the first."""
+    lists = [
+        float(sum(_num_items(one) for one in d if isinstance(one, list)))
+        for d, kind in zip(dims, types, strict=False)
+        if kind == "tensorlist" and isinstance(d, list)
+    ]
+    largest = max(lists, default=0.0)
+    whole = [n for n in lists if n > 0.5 * largest]  # the others count steps
+    changed = len(whole) - 1 if "_fused_" in name else 1
+    return 4.0 * (sum(lists) + max(changed, 1) * largest)
 
 
 def _product(name: str, shapes: Sequence[Any]) -> tuple[int, int, int, int] | None:

@@ -32,7 +32,8 @@ def show_verdict(
         if row is not None and row.flops and row.seconds:
             text += f"  {amount(row.flops / row.seconds, 'FLOP/s')}"
         best = limits.get(name)
-        if best is not None and seconds:
+        # Less is no rate but operands that the profiler left out, as those of lists of many tensors.
+        if best is not None and seconds and best / seconds >= 0.005:
             text += f"  {min(best / seconds, 1.0):.0%} of the roofline"
         lines.append(text)
     if measured.comm_hidden_s:

@@ -366,3 +366,16 @@ def test_memory_events_name_the_largest_tensor() -> None:
     found = look_at_memory(s.trace(100))
     assert (found.largest_bytes, found.largest_what) == (4000, "aten::linear")
     assert len(found.timeline) == 3
+
+
+def test_a_fused_update_reads_and_writes_its_lists() -> None:
+    """As torch's profiler notes it: parameters, gradients and two moments; no maxima; numbers of steps."""
+    shapes = [[64, 32], [7]]
+    numbers = 64 * 32 + 7
+    dims = [shapes, shapes, shapes, shapes, [], [[], []], []]
+    types = ["TensorList"] * 6 + ["Scalar"]
+    flops, moved, _ = op_cost("aten::_fused_adamw_", dims, types, [""] * 7)
+    assert flops == 0
+    assert moved == pytest.approx(4 * 7 * numbers, rel=1e-2)
+    _, added, _ = op_cost("aten::_foreach_add_", [shapes, shapes], ["TensorList"] * 2, ["", ""])
+    assert added == 4 * 3 * numbers
