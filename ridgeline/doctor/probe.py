@@ -111,11 +111,14 @@ class Probe:
         self._values: dict[str, Any] = {}
         self._memory_values: dict[str, Any] = {}
         self._memory_from, self._memory_window = 0, (0, 0)
+        self._range: int | None = None
         self._ends: list[int] = []
         """When each step was over, by the host's clock."""
         self._retries = 0
         self._power = PowerWatch(open_gauge(device))
         self._drawn: Power | None = None
+        if self._nvtx:
+            self._open_range()
 
     @property
     def num_done(self) -> int:
@@ -139,8 +142,16 @@ class Probe:
         if action is not None:
             action()
         if self._nvtx:
-            torch.cuda.nvtx.mark(f"step {self._done}")
+            self._open_range()
         return self.is_enough
+
+    def _open_range(self) -> None:
+        """A step is a range for Nsight, which others in other threads may overlap."""
+        if self._range is not None:
+            torch.cuda.nvtx.range_end(self._range)
+            self._range = None
+        if not self.is_enough:
+            self._range = torch.cuda.nvtx.range_start(f"step {self._done + 1}")
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:

@@ -379,3 +379,33 @@ def test_a_fused_update_reads_and_writes_its_lists() -> None:
     assert moved == pytest.approx(4 * 7 * numbers, rel=1e-2)
     _, added, _ = op_cost("aten::_foreach_add_", [shapes, shapes], ["TensorList"] * 2, ["", ""])
     assert added == 4 * 3 * numbers
+
+
+def test_nsight_is_given_steps_waits_and_updates_as_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: dict[int, str] = {}
+    seen: list[str] = []
+
+    def start(name: str) -> int:
+        opened[len(seen)] = name
+        seen.append(name)
+        return len(seen) - 1
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range_start", start)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_end", opened.pop)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    probe = Probe(torch.device("cpu"), steps=2)
+    probe._nvtx = True
+    probe._open_range()
+    probe._plan.clear()  # the ranges alone
+    while True:
+        assert list(opened.values()) == [f"step {probe.num_done + 1}"]
+        with probe.waiting_for_data():
+            pass
+        with probe.updating():
+            pass
+        if probe.step_done():
+            break
+    assert not opened
+    each = [[f"step {n}", "data", "optimizer"] for n in range(1, probe.num_steps + 1)]
+    assert seen == [name for names in each for name in names]
