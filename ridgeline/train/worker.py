@@ -79,8 +79,8 @@ def _train(run: RunDir, env: RankEnv, overrides: list[str], requests: Requests) 
     try:
         from ridgeline.config import load_config
 
-        # Imports make two million objects that stay: looking for garbage among them over and over is
-        # an eighth of the time until a rank has begun.
+        # Imports make half a million objects that stay: looking for garbage among them over and over
+        # takes a tenth of their time and more.
         gc.disable()
         try:
             from ridgeline.train.run import run_training

@@ -53,8 +53,8 @@ def changed_lines(before, after):
     )
 
 
-# One process that has loaded what the scripts import, and forks one for each that is to run: of half a
-# minute a pair, 25 seconds are five processes' imports. Told the scripts as JSON: a path, a file for what
+# One process that has loaded what the scripts import, and forks one for each that is to run: half of what
+# a pair takes is the imports of five processes. Told the scripts as JSON: a path, a file for what
 # it prints, and variables.
 WARM = """
 import json, os, runpy, sys, traceback
