@@ -3,9 +3,12 @@ such a script is started; whatever else is raised looks as it always does."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,61 @@ def run(
     )
 
 
+# Loads what such a script imports, and is it once for each line of JSON: a script, its arguments, the files
+# of what it writes, and variables. The script's own error leaves its process as it does any other's.
+WARM = """
+import json, os, sys
+import torch, torch._dynamo
+import ridgeline.train.job
+for line in sys.stdin:
+    script, args, out, err, variables = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+        os.environ.update(variables)
+        sys.argv = [script, *args]
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+with open(script) as file:
+    code = compile(file.read(), script, "exec")
+exec(code, {"__name__": "__main__"})
+"""
+Forked = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    """As `run`, in a process that is forked: most of what `run` takes is the imports."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", WARM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def run_forked(
+        folder: Path, *args: str, hook: str = "", **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        script = folder / "own.py"
+        script.write_text(SCRIPT.replace("HOOK", hook))
+        out, err = (Path(tempfile.mkstemp(dir=folder)[1]) for _ in range(2))
+        print(
+            json.dumps([str(script), args, str(out), str(err), more]), file=server.stdin, flush=True
+        )
+        code = int(server.stdout.readline())
+        return subprocess.CompletedProcess(args, code, out.read_text(), err.read_text())
+
+    yield run_forked
+    server.stdin.close()
+    server.wait()
+
+
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
@@ -50,33 +108,34 @@ def run(
     ],
 )
 def test_one_sentence_and_its_exit_code(
-    tmp_path: Path, what: list[str], code: int, words: str
+    forked: Forked, tmp_path: Path, what: list[str], code: int, words: str
 ) -> None:
-    done = run(tmp_path, *what)
+    started = run if what == ["usage"] else forked  # one of them as its user starts it
+    done = started(tmp_path, *what)
     assert done.returncode == code
     assert done.stderr.startswith("ridgeline: ") and words in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_other_errors_keep_their_traceback(tmp_path: Path) -> None:
-    done = run(tmp_path, "other")
+def test_other_errors_keep_their_traceback(forked: Forked, tmp_path: Path) -> None:
+    done = forked(tmp_path, "other")
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "ValueError: not ours" in done.stderr
     assert "ridgeline:" not in done.stderr
 
 
-def test_the_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
-    done = run(tmp_path, "run", RIDGELINE_TRACEBACK="1")
+def test_the_traceback_is_there_when_asked_for(forked: Forked, tmp_path: Path) -> None:
+    done = forked(tmp_path, "run", RIDGELINE_TRACEBACK="1")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1] == "ridgeline: the wheel came off"
 
 
-def test_a_hook_of_the_users_own_still_hears_of_it(tmp_path: Path) -> None:
-    done = run(tmp_path, "run", hook=OWN_HOOK)
+def test_a_hook_of_the_users_own_still_hears_of_it(forked: Forked, tmp_path: Path) -> None:
+    done = forked(tmp_path, "run", hook=OWN_HOOK)
     assert done.stdout == "told of RunError\n"
     assert (done.returncode, done.stderr) == (1, "ridgeline: the wheel came off\n")
-    other = run(tmp_path, "other", hook=OWN_HOOK)
+    other = forked(tmp_path, "other", hook=OWN_HOOK)
     assert (other.stdout, other.stderr) == ("told of ValueError\n", "")
 
 

@@ -113,6 +113,7 @@ def formula(stage: int, mixed: bool, d: int) -> float:
     return small + gradients + (12 if mixed else 8) / d
 
 
+@pytest.mark.table(keep=3)  # every stage, and both numbers of ranks
 @pytest.mark.parametrize("d", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_mixed_precision_holds_the_formula(ranks: Any, stage: int, d: int) -> None:
