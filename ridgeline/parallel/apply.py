@@ -192,7 +192,7 @@ def _spread(built: Arranged) -> None:
     built.experts = apply_experts(built.parts, plan, groups, replicas, _moment(built))
     counts = sorted({one.num for one in (*plan.stacked, *plan.listed)})
     built.notes.append(
-        f"experts of {len(plan.paths)} layers ({' or '.join(map(str, counts))} in each) spread over "
+        f"experts of {plan.num_layers} layers ({' or '.join(map(str, counts))} in each) spread over "
         f"{groups.size} ranks"
     )
     built.notes += [f"stays whole, {reason}" for reason in plan.refused]

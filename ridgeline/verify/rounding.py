@@ -128,7 +128,11 @@ def _why_unclear(exact: Recording, rounding: Rounding) -> str:
         least = min(bounds.values(), default=math.inf) / FACTOR
         return f"rounding alone moves every gradient by {least:.0%} or more on one device"
     squares = {
-        name: sum(float(np.square(s[name], dtype=np.float64).sum()) for s in exact.gradients)
+        name: sum(
+            float(np.square(s[name], dtype=np.float64).sum())
+            for s in exact.gradients
+            if name in s  # an expert may have no part in some steps
+        )
         for name in bounds
     }
     blind = {name: squares[name] for name, bound in bounds.items() if bound > _BLIND}

@@ -47,11 +47,11 @@ def show_rows(
                     if row.refused:
                         refused.add(layout)
                     if full or not (row.refused and survey):
-                        progress.console.print(row_of(row, width))
+                        progress.console.print(row_of(row, width), markup=False)
                     if full or not survey:
                         for note in row.notes:
                             if note not in told:
-                                progress.console.print(f"  {note}")
+                                progress.console.print(f"  {note}", markup=False)
                         told.update(row.notes)
                 progress.advance(task)
     finally:

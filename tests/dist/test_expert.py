@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from ridgeline.config import RunConfig, dump_config, load_config
 from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout
+from ridgeline.parallel.expert import apply_experts, find_experts
 from ridgeline.parallel.expert.exchange import Counts, exchange, tie
+from ridgeline.parallel.mesh import build_mesh
 from ridgeline.rundir import RunDir
 from ridgeline.train.run import run_training
 from ridgeline.train.setup import build_training
@@ -168,6 +171,7 @@ def verifier(request: pytest.FixtureRequest) -> Any:
     made.close()
 
 
+@pytest.mark.table(keep=18)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_proved(verifier: Verifier, text: str) -> None:
     row = verifier.check(Layout.parse(text))
@@ -190,6 +194,142 @@ def test_proved_with_the_norms_of_single_parameters_and_in_bf16(kind: str) -> No
         assert row.verdict == "same", row
     finally:
         made.close()
+
+
+class Busy(Listed):
+    """Counts in buffers, old and new ones, and in a number; looks at an expert's type; changes what an expert
+    gives in place; and has an expert for all beside the others."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.everyone = FeedForward()
+        self.calls = 0
+        self.register_buffer("usage", torch.zeros(num))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.experts[0].up.weight.dtype)
+        gate = self.gate(x) - 0.01 * self.usage / (1 + self.steps).sqrt()
+        weight, index = gate.softmax(-1).topk(2, dim=-1)
+        if self.training:
+            self.usage += torch.arange(len(self.usage))  # the same whatever a rank's samples are
+            self.steps = self.steps + 1
+            self.calls += 1
+        out = self.everyone(x)
+        for number in index.unique().tolist():
+            rows, slot = (index == number).nonzero(as_tuple=True)
+            done = self.experts[number](x[rows])
+            done *= weight[rows, slot, None]
+            out = out.index_add(0, rows, done)
+        return out
+
+
+class Deep(Listed):
+    """Experts that are mixtures themselves."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.experts = nn.ModuleList(Listed(2) for _ in range(num))
+
+
+class Skewed(Listed):
+    """All rows go to the first two; nothing before the experts has a gradient."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        with torch.no_grad():
+            self.gate.bias[2:] = -1e3
+        self.gate.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+class Sequences(Routed):
+    """Each sample goes to one expert whole, which looks along it and begins with zeros."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.experts = nn.ModuleList(Along() for _ in range(num))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None] * torch.arange(1, 4, dtype=x.dtype)[:, None]
+        weight, index = self.choose(x.mean(1))
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (index[:, 0] == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * weight[rows, 0, None, None])
+        return out.mean(1)
+
+
+class Along(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.relu(self.inner(x)).mean(1, keepdim=True))
+
+
+KINDS |= {"busy": Busy, "deep": Deep, "skewed": Skewed, "sequences": Sequences}
+
+
+@pytest.mark.parametrize("kind", ["busy", "deep", "skewed", "sequences"])
+def test_proved_as_people_write_them(kind: str) -> None:
+    layouts = [Layout.parse(text) for text in ("dp=2,ep=2", "dp=2,zero=1,ep=2,recompute=full")]
+    made = Verifier(config_of(kind, "dp=1"), layouts, 3)
+    try:
+        for layout in layouts:
+            row = made.check(layout)
+            assert row.verdict == "same", row
+    finally:
+        made.close()
+
+
+class Noise(FeedForward):
+    drawn: ClassVar[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.drawn.append(float(torch.rand(())))
+        return super().forward(x)
+
+
+def draws() -> tuple[list[float], list[float], dict[str, Any], dict[str, Any]]:
+    """What experts and what comes after them draw; and the state of a model before it was looked at, and
+    after."""
+    from torch import distributed as dist
+
+    Noise.drawn.clear()
+    torch.manual_seed(0)
+    net = Net("busy")
+    for block in net.blocks:
+        block.inner.experts = nn.ModuleList(Noise() for _ in range(4))
+    before = {k: v.clone() for k, v in net.state_dict().items()} | {"calls": 0}
+    plan = find_experts(net, (torch.zeros(2, 8),), 2)
+    after = {k: v.clone() for k, v in net.state_dict().items()} | {"calls": net.blocks[0].inner.calls}
+    Noise.drawn.clear()
+    env = read_rank_env()
+    mesh = build_mesh(env, Layout(dp=2, ep=2), torch.device("cpu"))
+    assert mesh.experts is not None
+    assert mesh.data_group is not None
+    apply_experts([net], plan, mesh.experts, mesh.data_group, lambda: nullcontext)
+    x, later = torch.randn(32, 8, generator=torch.Generator().manual_seed(dist.get_rank())), []
+    for _ in range(2):
+        net(x)
+        later.append(float(torch.rand(())))
+    return list(Noise.drawn), later, before, after
+
+
+def test_experts_draw_numbers_of_their_own_and_the_look_at_a_model_leaves_it_alone(
+    ranks: Any,
+) -> None:
+    for drawn, later, before, after in ranks(2, draws):
+        assert len(set(drawn)) == len(drawn) >= 8
+        assert len({*drawn, *later}) == len(drawn) + len(later)
+        for name, value in before.items():
+            assert torch.equal(torch.as_tensor(after[name]), torch.as_tensor(value)), name
 
 
 # What is on a rank
@@ -343,6 +483,36 @@ class Loud(Stacked):
         self.experts = Shouted(num)
 
 
+class Registered(Listed):
+    """One of its experts is also the one for all."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.everyone = self.experts[0]
+
+
+class Counting(Listed):
+    """Experts with statistics of their own."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        for expert in self.experts:
+            expert.register_buffer("seen", torch.zeros(()))
+
+
+class Unnamed(Talkative):
+    """The same in a list of another name."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.ffns = self.experts
+        del self.experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["experts"] = self.ffns
+        return super().forward(x)
+
+
 class Plain(nn.Module):
     def __init__(self, num: int) -> None:
         super().__init__()
@@ -359,6 +529,9 @@ KINDS |= {
     "talkative": Talkative,
     "loud": Loud,
     "plain": Plain,
+    "registered": Registered,
+    "counting": Counting,
+    "unnamed": Unnamed,
 }
 
 
@@ -381,6 +554,9 @@ def refusal(kind: str, layout: str, experts: int = 4) -> str:
         ("plain", 4, "found no experts in Net"),
         ("listed", 3, "ep=2 does not divide the 3 experts of blocks.0.inner.experts; use ep=3"),
         ("stacked", 6, ""),
+        ("registered", 4, "is a weight of other modules too"),
+        ("counting", 4, "they hold buffers"),
+        ("unnamed", 4, "blocks.0.inner.ffns: "),
     ],
 )
 def test_what_cannot_be_spread_is_said(ranks: Any, kind: str, experts: int, said: str) -> None:

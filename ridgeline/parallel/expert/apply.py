@@ -1,12 +1,13 @@
 """Leave each rank its own experts and have the tokens travel: `apply_experts`.
 
-A stack of weights becomes the rank's part of it, an expert of a list that is another rank's gives way to a
-stand-in without weights. `SpreadExperts` says which parameters are whole on no rank, for those who gather,
+A stack of weights becomes the rank's part of it, an expert of a list that is another rank's loses its
+weights. `SpreadExperts` says which parameters are whole on no rank, for those who gather,
 save, measure and reduce them. Called by `apply.py` of the room.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ridgeline.parallel.expert.find import ExpertPlan
-from ridgeline.parallel.expert.listed import Away, SpreadList
+from ridgeline.parallel.expert.listed import SpreadList, put_away
 from ridgeline.parallel.expert.stacked import SpreadStack
 from ridgeline.parallel.mesh import ExpertGroups
 
@@ -78,12 +79,14 @@ def apply_experts(
             here = range(groups.rank * each, (groups.rank + 1) * each)
             for number in range(one.num):
                 if number not in here:
-                    experts[number] = Away(experts[number])
+                    put_away(experts[number])
             around = part.get_submodule(one.around)
             around.forward = SpreadList(
                 around, experts, one, groups.size, groups.rank, groups.group, moment
             )
             spread.names |= {f"{one.path}.{name}" for name, _ in experts.named_parameters()}
+    # A module whose forward was replaced holds itself: what was put away may wait for the collector.
+    gc.collect()
     return spread
 
 

@@ -2,10 +2,10 @@
 
 All ranks of a group run the same layers in the same order, so one exchange meets its counterparts. Three
 things would let a rank miss one, and each is taken care of here: tensors that travel together are one node
-of the graph (two could be reached in another order on another rank); a node has an anchor, a number without
-a gradient to speak of, through which the node after it reaches it even where no row was sent; and a node
-keeps a tensor, since recomputation of a block ends with the last tensor that is missing. Called by
-`stacked.py` and `listed.py`.
+of the graph (two could be reached in another order on another rank); a node has an anchor, a number whose
+gradient is nothing, so that it has a backward and is reached by the node after it where no row was sent, or
+where those of this rank need no gradient; and a node keeps a tensor, since recomputation of a block ends
+with the last tensor that is missing. Called by `stacked.py` and `listed.py`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def exchange(
     """The rows that came, and the anchor for what comes after."""
     if anchor is None:
         anchor = rows[0].new_zeros((), dtype=torch.float32)
+        anchor.requires_grad_(torch.is_grad_enabled())
     *moved, anchor = _Exchange.apply(group, counts, *rows, anchor)  # type: ignore[no-untyped-call]
     return moved, anchor
 

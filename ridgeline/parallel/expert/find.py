@@ -9,6 +9,8 @@ whole. Called by `apply.py` of the room, before anything has changed the model.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ridgeline.errors import UsageError
-from ridgeline.parallel.expert.listed import Listed, SpreadList
+from ridgeline.parallel.expert.listed import Kept, Listed, SpreadList
 from ridgeline.parallel.expert.stacked import (
     Place,
     Stacked,
@@ -44,6 +46,10 @@ class ExpertPlan:
     """Their parameters."""
 
     @property
+    def num_layers(self) -> int:
+        return len(self.stacked) + len({one.around for one in self.listed})
+
+    @property
     def paths(self) -> tuple[str, ...]:
         return tuple(one.path for one in (*self.stacked, *self.listed))
 
@@ -60,14 +66,36 @@ class _Seen:
 
 def find_experts(model: nn.Module, example: Any, num_ranks: int) -> ExpertPlan:
     """The experts of `model`, each kind as many as `num_ranks` divides; the model is left as it was."""
+    kept = Kept(list(model.modules()))
+    try:
+        return _find(model, example, num_ranks)
+    finally:
+        kept.put_back()
+
+
+def _find(model: nn.Module, example: Any, num_ranks: int) -> ExpertPlan:
     shared = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     stacks = {path: m for path, m in model.named_modules() if path and _may_be_stack(m)}
     lists = {path: m for path, m in model.named_modules() if path and _may_be_list(m)}
     around = {path: path.rpartition(".")[0] for path in lists}
     seen = _watch(model, {*stacks, *around.values()}, example)
     refused: dict[str, str] = {}
-    found_stacks, found_lists = [], []
+    unlikely: dict[str, str] = {}
+    found_stacks: list[Stacked] = []
+    found_lists: list[Listed] = []
+    for path, members in lists.items():
+        if any(path.startswith(f"{outer.path}.") for outer in found_lists):
+            continue  # in an expert, which has it whole
+        one = Listed(path, around[path], len(members))
+        reason = _try_list(model.get_submodule(around[path]), members, one, seen[around[path]])
+        said = "expert" in path.rpartition(".")[2].lower()
+        if reason is not None:
+            (refused if said else unlikely)[path] = reason
+        elif said or not one.num % num_ranks:
+            found_lists.append(one)
     for path, module in stacks.items():
+        if any(path.startswith(f"{outer.path}.") for outer in found_lists):
+            continue
         stack = _read_stack(path, module, seen[path])
         if isinstance(stack, Stacked):
             stack = _tried_stack(module, stack, seen[path], num_ranks)
@@ -75,13 +103,6 @@ def find_experts(model: nn.Module, example: Any, num_ranks: int) -> ExpertPlan:
             refused[path] = stack
         else:
             found_stacks.append(stack)
-    for path, members in lists.items():
-        one = Listed(path, around[path], len(members))
-        reason = _try_list(model.get_submodule(around[path]), members, one, seen[around[path]])
-        if reason is None:
-            found_lists.append(one)
-        elif reason:
-            refused[path] = reason
     names = {
         f"{one.path}.{name}"
         for one in (*found_stacks, *found_lists)
@@ -89,19 +110,29 @@ def find_experts(model: nn.Module, example: Any, num_ranks: int) -> ExpertPlan:
     }
     reasons = tuple(f"{path}: {why}" for path, why in refused.items())
     plan = ExpertPlan(tuple(found_stacks), tuple(found_lists), reasons, frozenset(names))
-    _check(model, plan, num_ranks, shared)
+    _check(model, plan, num_ranks, shared, unlikely)
     return plan
 
 
-def _check(model: nn.Module, plan: ExpertPlan, num_ranks: int, shared: Counter[int]) -> None:
+def _check(
+    model: nn.Module,
+    plan: ExpertPlan,
+    num_ranks: int,
+    shared: Counter[int],
+    unlikely: dict[str, str],
+) -> None:
     name = type(model).__name__
     if not plan.paths:
-        why = f" ({'; '.join(plan.refused[:3])})" if plan.refused else ""
+        reasons = [*plan.refused, *(f"{path}: {why}" for path, why in unlikely.items())]
+        why = f" ({'; '.join(reasons[:3])})" if reasons else ""
         raise UsageError(
             f"ep={num_ranks} found no experts in {name}{why}; they have to be a list of modules of one "
             "class, each called with its rows, or one module with stacked weights, called with tokens, the "
             "numbers of their experts and their weights; leave ep out"
         )
+    stands: Counter[int] = Counter()
+    for _, module in model.named_modules(remove_duplicate=False):
+        stands.update([id(module), *(id(p) for p in module.parameters(recurse=False))])
     for one in (*plan.stacked, *plan.listed):
         if one.num % num_ranks:
             fits = [n for n in range(2, one.num + 1) if one.num % n == 0]
@@ -109,8 +140,9 @@ def _check(model: nn.Module, plan: ExpertPlan, num_ranks: int, shared: Counter[i
                 f"ep={num_ranks} does not divide the {one.num} experts of {one.path}; use ep="
                 f"{' or '.join(str(n) for n in fits)}"
             )
-        for inner, parameter in model.get_submodule(one.path).named_parameters():
-            if shared[id(parameter)] > 1:
+        inside = model.get_submodule(one.path)
+        for inner, parameter in inside.named_parameters():
+            if shared[id(parameter)] > 1 or stands[id(parameter)] > stands[id(inside)]:
                 raise UsageError(
                     f"{one.path}.{inner} is a weight of other modules too, so that no rank can have it for "
                     "itself; leave ep out, or give each its own"
@@ -179,6 +211,8 @@ def _watch(model: nn.Module, paths: set[str], example: Any) -> dict[str, _Seen]:
 def _read_stack(path: str, module: nn.Module, seen: _Seen) -> Stacked | str:
     """How it is called, or why it is not understood."""
     num = len(next(module.parameters()))
+    if any(buffer.dim() and len(buffer) == num for buffer in module.buffers()):
+        return "it has a buffer of its experts, which would have to be cut as its weights are"
     if not seen.num:
         return "it did not run on the example"
     places: list[tuple[Place, Any]] = [*enumerate(seen.args), *seen.kwargs.items()]
@@ -285,26 +319,31 @@ def _devices(x: Tensor) -> list[int]:
 
 
 def _try_list(around: nn.Module, members: nn.ModuleList, plan: Listed, seen: _Seen) -> str | None:
-    """None for experts; otherwise why not, which is empty where nobody would take them for experts."""
+    """None for experts; otherwise why not."""
     said = "expert" in plan.path.rpartition(".")[2].lower()
     if not seen.num:
-        return "they did not run on the example" if said else ""
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        args, kwargs = tree_map(_shaken, (seen.args, seen.kwargs))
-    with torch.no_grad(), _same_chance(), _buffers_kept(around):
-        sizes, wanted = _row_counts(around, members, args, kwargs)
-    if not said and len(set(sizes.values())) < 2 and len(sizes) == plan.num:
-        return ""  # every one gets all rows: layers, or heads
-    spread = None
+        return "they did not run on the example"
+    if any(True for _ in members.buffers()):
+        return "they hold buffers, and ranks share only weights of experts"
+    kept = Kept(list(around.modules()))
     before = [vars(m).get("forward") for m in members]
     try:
-        spread = SpreadList(around, members, plan, 1, 0, None)
-        with torch.no_grad(), _same_chance(), _buffers_kept(around):
-            got = spread(*args, **kwargs)
+        with torch.no_grad(), torch.random.fork_rng(), _random_weights(around):
+            torch.manual_seed(0)
+            args, kwargs = tree_map(_shaken, (seen.args, seen.kwargs))
+            torch.manual_seed(1)
+            shapes, wanted = _row_shapes(around, members, args, kwargs)
+            if not said and (len(shapes) == plan.num and len(set(shapes.values())) < 2):
+                return "each is called with the same rows: layers, or heads"
+            if not said and any(len(shape) != 2 for shape in shapes.values()):
+                return "they are called with more than rows"
+            kept.put_back()
+            torch.manual_seed(1)
+            got = SpreadList(around, members, plan, 1, 0, None)(*args, **kwargs)
     except Exception as error:
-        return str(error) if said else ""
+        return str(error).partition("\n")[0] or type(error).__name__
     finally:
+        kept.put_back()
         for member, forward in zip(members, before, strict=True):
             vars(member).pop("forward", None)
             if forward is not None:
@@ -314,6 +353,23 @@ def _try_list(around: nn.Module, members: nn.ModuleList, plan: Listed, seen: _Se
     return None if same else "called with their rows all together they give something else"
 
 
+@contextmanager
+def _random_weights(module: nn.Module) -> Iterator[None]:
+    """Weights of zeros would make any answer the right one."""
+    held = [(p, p.data) for p in module.parameters()]
+    torch.manual_seed(2)
+    try:
+        for parameter, values in held:
+            if values.is_floating_point():
+                parameter.data = (
+                    torch.randn_like(values) * (values.shape[-1] if values.dim() else 1) ** -0.5
+                )
+        yield
+    finally:
+        for parameter, values in held:
+            parameter.data = values
+
+
 def _shaken(value: Any) -> Any:
     """Random numbers in place of an example's, which is zeros and would all go to the same experts."""
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -321,48 +377,21 @@ def _shaken(value: Any) -> Any:
     return value
 
 
-def _row_counts(
+def _row_shapes(
     around: nn.Module, members: nn.ModuleList, args: Any, kwargs: Any
-) -> tuple[dict[int, int], Any]:
-    """How many rows each of the modules was given, and what came of it all."""
-    sizes: dict[int, int] = {}
+) -> tuple[dict[int, torch.Size], Any]:
+    """The shapes that the modules were called with, and what came of it all."""
+    shapes: dict[int, torch.Size] = {}
     handles = []
     for number, member in enumerate(members):
 
         def before(_: Any, given: Any, number: int = number) -> None:
             if given and isinstance(given[0], Tensor) and given[0].dim():
-                sizes[number] = given[0][..., 0].numel()
+                shapes[number] = given[0].shape
 
         handles.append(member.register_forward_pre_hook(before))
     try:
-        return sizes, around(*args, **kwargs)
+        return shapes, around(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _same_chance:
-    """Torch's generators as seeded the same each time, and as they were afterwards."""
-
-    def __enter__(self) -> None:
-        self._fork = torch.random.fork_rng()
-        self._fork.__enter__()
-        torch.manual_seed(0)
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(*error)
-
-
-class _buffers_kept:
-    """Buffers of a module as they were."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._buffers = [(b, b.clone()) for b in module.buffers()]
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: Any) -> None:
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)

@@ -11,7 +11,7 @@ experts are no part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,17 +35,40 @@ class Listed:
     num: int
 
 
-class Away(nn.Module):
-    """Stands for an expert that another rank has: its plain attributes, and no weights."""
+def put_away(expert: nn.Module) -> None:
+    """Take the weights out of an expert that another rank has. What is left in their place says their
+    shape, type and device to code that asks, and holds one number."""
+    for module in expert.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                del module._parameters[name]
+                like = parameter.detach()
+                setattr(module, name, like.new_zeros(()).expand(like.shape))
 
-    def __init__(self, expert: nn.Module) -> None:
-        super().__init__()
-        for name, value in vars(expert).items():
-            if not name.startswith("_") and name not in ("forward", "training"):
-                setattr(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RunError("an expert that is on another rank was called outside of its layer")
+class Kept:
+    """Buffers and numbers that some modules have in their attributes, to put them back as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._buffers = [
+            (module, name, buffer, buffer.clone(), buffer._version)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._numbers = [
+            (module, {n: v for n, v in vars(module).items() if type(v) in (int, float, bool)})
+            for module in modules
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for module, name, buffer, values, version in self._buffers:
+            if buffer._version != version:
+                buffer.copy_(values)
+            module._buffers[name] = buffer
+        for module, numbers in self._numbers:
+            vars(module).update(numbers)
 
 
 @dataclass
@@ -78,7 +101,9 @@ class SpreadList:
         self.num_ranks, self.num_here = num_ranks, plan.num // num_ranks
         self.first = rank * self.num_here
         self._inner = around.forward
-        self._own = {number: experts[number].forward for number in self._here()}
+        self._own = {number: _forward_of(experts[number]) for number in self._here()}
+        inside = {id(m) for m in experts.modules()}
+        self._others = [m for m in around.modules() if id(m) not in inside]
         self._noted: _Noted | None = None
         self._outputs: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         for number, expert in enumerate(experts):
@@ -104,8 +129,10 @@ class SpreadList:
                 )
             if noted.answers is None:
                 noted.calls.append((number, args[0]))
-                shape, dtype = self._output_of(args[0])
-                return args[0].new_zeros(*args[0].shape[:-1], *shape, dtype=dtype)
+                rows = _rows(args[0])
+                shape, dtype = self._output_of(rows)
+                empty = rows.new_zeros(len(rows), *shape, dtype=dtype)
+                return empty if rows is args[0] else empty[0]
             return self._answer(noted, number, args[0])
 
         return asked
@@ -131,7 +158,7 @@ class SpreadList:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         versions = [x._version for x in given]
-        generators = _generators(given)
+        kept, before = Kept(self._others), _generators(given)
         noted = _Noted()
         with self._noting(noted), self.moment()():
             self._inner(*args, **kwargs)
@@ -143,10 +170,13 @@ class SpreadList:
         noted.answers, anchor = self._travel(
             [x for _, x in noted.calls], [n for n, _ in noted.calls], given
         )
-        for restore in generators:
-            restore()
+        # What was drawn and counted once is drawn and counted again, and what experts drew is not.
+        after = _generators(given)
+        kept.put_back()
+        before()
         with self._noting(noted):
             out = self._inner(*args, **kwargs)
+        after()
         if noted.num_answered != len(noted.calls):
             raise self._other_calls()
         return tree_map(lambda x: tie(x, anchor) if _has_gradient(x) else x, out)
@@ -170,34 +200,45 @@ class SpreadList:
             )
         like = inputs[0]
         order = sorted(range(len(numbers)), key=lambda place: numbers[place])
-        flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
-        calls = [[0, 0] for _ in range(self.plan.num)]
+        flat = [_rows(x) for x in inputs]
+        one = flat[0].shape[1:]
+        calls = [[0, 0, one.numel()] for _ in range(self.plan.num)]
         for number, rows in zip(numbers, flat, strict=True):
             calls[number][0] += len(rows)
             calls[number][1] += 1
-        sent = torch.tensor(calls, device=like.device).view(self.num_ranks, self.num_here, 2)
+        sent = torch.tensor(calls, device=like.device).view(self.num_ranks, self.num_here, 3)
         came = send_counts(sent, self.group).tolist()
+        if {rows.shape[1:] for rows in flat} != {one} or any(
+            size != one.numel() for rank in came for _, _, size in rank
+        ):
+            raise RunError(
+                f"experts of {self.plan.path} were called with rows of several shapes, which cannot travel "
+                "together; give them tokens as rows of one dimension, or samples of one length"
+            )
         counts = Counts(
             [
-                sum(n for n, _ in calls[r * self.num_here : (r + 1) * self.num_here])
+                sum(n for n, _, _ in calls[r * self.num_here : (r + 1) * self.num_here])
                 for r in range(self.num_ranks)
             ],
-            [sum(n for n, _ in one) for one in came],
+            [sum(n for n, _, _ in one) for one in came],
         )
         (rows,), anchor = exchange(
             [torch.cat([flat[place] for place in order])], [counts], self.group
         )
         done = self._work(rows, came, like)
         (back,), anchor = exchange([done], [counts.back()], self.group, anchor)
-        parts = back.split([len(flat[place]) for place in order])
         answers: list[Tensor] = [back] * len(inputs)
-        for place, part in zip(order, parts, strict=True):
-            answers[place] = part.reshape(*inputs[place].shape[:-1], *part.shape[1:])
+        start = 0
+        for place in order:
+            # A tensor of its own, which the code may change in place as it may an expert's output.
+            part = back[start : start + len(flat[place])].clone()
+            answers[place] = part if flat[place] is inputs[place] else part[0]
+            start += len(part)
         return answers, anchor
 
     def _work(self, rows: Tensor, came: list[list[list[int]]], like: Tensor) -> Tensor:
         """This rank's experts on the rows of all ranks; one that nobody called is not called here."""
-        sizes = [n for one in came for n, _ in one]
+        sizes = [n for one in came for n, _, _ in one]
         parts = list(rows.split(sizes)) if sizes else []
         done: list[Tensor | None] = [None] * len(parts)
         for local, number in enumerate(self._here()):
@@ -205,7 +246,11 @@ class SpreadList:
             if not any(one[local][1] for one in came):
                 continue
             out = self._own[number](torch.cat([parts[place] for place in places]))
-            if not isinstance(out, Tensor) or out.dim() != 2:
+            if (
+                not isinstance(out, Tensor)
+                or not out.dim()
+                or len(out) != sum(sizes[p] for p in places)
+            ):
                 raise UsageError(
                     f"{self.plan.path}.{number} gave a {type(out).__name__} for its rows, and under ep an "
                     "expert has to give a tensor with a row for each; leave ep out"
@@ -215,14 +260,14 @@ class SpreadList:
         found = [part for part in done if part is not None]
         if found:
             return torch.cat(found)
-        shape, dtype = self._output_of(like)
+        shape, dtype = self._output_of(_rows(like))
         return rows.new_zeros(0, *shape, dtype=dtype)
 
     def _output_of(self, x: Tensor) -> tuple[torch.Size, torch.dtype]:
         """What an expert makes of a row: the shape and type, learnt from one of this rank's."""
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (x.shape[-1], x.dtype, device, autocast)
+        key = (x.shape[1:], x.dtype, device, autocast)
         if key not in self._outputs:
             # Unseen by selective recompute, which counts calls: this one is not made again.
             with (
@@ -231,8 +276,8 @@ class SpreadList:
                 torch.random.fork_rng(_devices(x)),
                 self.moment()(),
             ):
-                out = self._own[self.first](x.new_ones(1, x.shape[-1]))
-            if not isinstance(out, Tensor) or out.dim() != 2 or len(out) != 1:
+                out = self._own[self.first](x.new_ones(1, *x.shape[1:]))
+            if not isinstance(out, Tensor) or not out.dim() or len(out) != 1:
                 raise UsageError(
                     f"{self.plan.path}.{self.first} gave no row for a row, and under ep an expert has to "
                     "give a tensor with a row for each; leave ep out"
@@ -241,19 +286,35 @@ class SpreadList:
         return self._outputs[key]
 
 
+def _rows(x: Tensor) -> Tensor:
+    """What an expert is given, row by row; one row alone may come without a dimension for it."""
+    return x if x.dim() > 1 else x[None]
+
+
+def _forward_of(expert: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What it does without us; asked of its class at each call, which fp8 changes."""
+    own = vars(expert).get("forward")
+    return own if own is not None else lambda x: type(expert).forward(expert, x)
+
+
 def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+    """On all ranks alike: what came back from experts has one."""
+    return isinstance(value, Tensor) and value.is_floating_point() and torch.is_grad_enabled()
 
 
 def _devices(x: Tensor) -> list[int]:
     return [x.device.index or 0] if x.device.type == "cuda" else []
 
 
-def _generators(given: list[Tensor]) -> list[Callable[[], None]]:
+def _generators(given: list[Tensor]) -> Callable[[], None]:
     """What puts torch's generators back to where they are now."""
     state = torch.get_rng_state()
-    found: list[Callable[[], None]] = [lambda: torch.set_rng_state(state)]
-    for device in {x.device for x in given if x.device.type == "cuda"}:
-        here = torch.cuda.get_rng_state(device)
-        found.append(lambda device=device, here=here: torch.cuda.set_rng_state(here, device))
-    return found
+    devices = {x.device for x in given if x.device.type == "cuda"}
+    there = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        for device, value in there.items():
+            torch.cuda.set_rng_state(value, device)
+
+    return restore
