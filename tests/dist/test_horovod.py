@@ -115,7 +115,8 @@ def collectives() -> dict[str, Any]:
         "average": hvd.allreduce(mine),
         "sum": hvd.allreduce(mine, op=hvd.Sum),
         "older sum": hvd.allreduce(mine, average=False),
-        "whole numbers": hvd.allreduce(torch.tensor([rank, 5])),
+        "whole numbers": hvd.allreduce(torch.tensor([4 * rank, -4 * rank, 5])),
+        "rounded down": hvd.allreduce(torch.tensor([4, -4]) * (rank == 0)),
         "scaled": hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25),
         "least": hvd.allreduce(mine, op=hvd.Min),
         "group": hvd.grouped_allreduce([mine, mine[:1]], op=hvd.Max),
@@ -135,6 +136,10 @@ def collectives() -> dict[str, Any]:
     weight = torch.tensor([float(rank)], requires_grad=True)
     hvd.allgather(weight * 2).square().sum().backward()
     found["gradient"] = weight.grad
+    other = torch.tensor([float(rank)], requires_grad=True)
+    (hvd.allreduce(other, op=hvd.Sum) * (rank + 1) + hvd.broadcast(other, 1)).sum().backward()
+    found["gradients"] = other.grad
+    found["is there"] = (hasattr(hvd, "allgather"), hasattr(hvd, "join"))
     hvd.shutdown()
     assert not hvd.is_initialized()
     return found
@@ -149,7 +154,8 @@ def test_collectives_answer_as_horovod_does(ranks: Any) -> None:
         assert one["place"] == (rank, 3, 3, 1, True)
         assert one["average"] == [2.0, 4.0]
         assert one["sum"] == one["older sum"] == [6.0, 12.0]
-        assert one["whole numbers"] == [1, 5]
+        assert one["whole numbers"] == [4, -4, 5]
+        assert one["rounded down"] == [1, -2]
         assert one["scaled"] == [3.0, 6.0]
         assert one["least"] == [1.0, 2.0]
         assert [t.tolist() for t in one["group"]] == [[3.0, 6.0], [3.0]]
@@ -162,10 +168,72 @@ def test_collectives_answer_as_horovod_does(ranks: Any) -> None:
         assert (one["in place"][0], one["in place"][1].tolist()) == (True, [6.0, 12.0])
         # Each rank takes the sum of squares of all: three times the gradient of its own.
         assert one["gradient"] == [3 * 8.0 * rank]
+        assert one["gradients"] == [6.0 + 3.0 * (rank == 1)]
+        assert one["is there"] == (True, False)
     some, came = zip(*(one["some"] for one in lists), strict=True)
     assert [t.tolist() for t in some] == [[], [0, 10, 20], [1, 2, 11, 12, 21, 22]]
     assert [t.tolist() for t in came] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
     assert [one["share"] for one in lists] == [[3.0, 6.0], [9.0], [12.0]]
+
+
+def in_between(with_closure: bool) -> tuple[list[float], float, int]:
+    """A rank that uses a branch sends a bucket before the others do; meanwhile the script sums a number of
+    its own. Afterwards the optimizer's state is sent from the first rank."""
+    hvd.init()
+    rank = hvd.rank()
+    used, branch = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    model = nn.ParameterList([used, branch])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, gradient_predivide_factor=2.0)
+    metric = []
+
+    def backward() -> Tensor:
+        loss = 10 * (rank + 1) * used + (branch * 4 if rank == 0 else 0)
+        loss.backward()
+        metric.append(float(hvd.allreduce(torch.tensor([100.0 + rank]), op=hvd.Sum)))
+        return loss
+
+    if with_closure:
+        optimizer.step(backward)
+    else:
+        backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    if rank:
+        optimizer.state.clear()  # as one that has not stepped: the first rank resumed, say
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    momenta = [float(optimizer.state[p]["momentum_buffer"]) for p in model]
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    optimizer.step()
+    hvd.shutdown()
+    return [*momenta, *(float(p.detach()) for p in model)], metric[0], len(steps)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_what_a_script_sends_in_between_is_its_own(
+    ranks: Any, with_closure: bool
+) -> None:
+    for numbers, metric, steps in ranks(2, in_between, with_closure):
+        assert metric == 201.0
+        assert numbers[:2] == [15.0, 2.0]
+        assert steps == 1
+
+
+def test_alone_it_is_the_optimizer_itself(ranks: Any) -> None:
+    (seen,) = ranks(1, alone)
+    assert seen == (None, 2.0)
+
+
+def alone() -> tuple[Any, float]:
+    hvd.init()
+    used, unused = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, unused], lr=1.0))
+    for _ in range(2):  # as often as one likes
+        used.sum().backward()
+    optimizer.step()
+    hvd.shutdown()
+    return unused.grad, float(used.grad)
 
 
 def mistakes() -> list[str]:
@@ -184,10 +252,10 @@ def mistakes() -> list[str]:
     refused(optimizer.zero_grad)
     refused(lambda: loss().backward())
     optimizer.synchronize()
-    refused(optimizer.step)
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    optimizer.step()
+    refused(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}))
     refused(lambda: hvd.DistributedOptimizer(optimizer))
+    refused(lambda: hvd.allreduce(torch.ones(1), process_set=[0]))
     refused(lambda: hvd.broadcast(torch.ones(1), root_rank=7))
     refused(lambda: hvd.alltoall(torch.ones(3)))
     refused(lambda: hvd.elastic.run)
@@ -199,8 +267,8 @@ def mistakes() -> list[str]:
 def test_mistakes_are_said(ranks: Any) -> None:
     for said in ranks(2, mistakes):
         parts = (
-            "between backward and step()", "backward ran more than 1 times", "average the gradients twice",
-            "give it torch's optimizer, once", "root_rank=7 of 2 ranks", "3 rows over 2 ranks",
+            "between backward and step()", "backward ran more than 1 times", "out of the average",
+            "give it torch's optimizer, once", "process_set= is not in", "root_rank=7 of 2 ranks", "3 rows over 2 ranks",
             "horovod's elastic is not in", "before hvd.init()",
         )  # fmt: skip
         assert len(said) == len(parts)

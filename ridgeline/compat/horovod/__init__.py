@@ -27,16 +27,22 @@ from ridgeline.compat.horovod.collectives import (
     allreduce_async,
     allreduce_async_,
     alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     broadcast_object,
+    global_process_set,
+    grouped_allgather,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     poll,
     reducescatter,
+    reducescatter_async,
     synchronize,
 )
 from ridgeline.compat.horovod.job import (
@@ -70,13 +76,21 @@ _ELSEWHERE = {
     "SyncBatchNorm": "use torch.nn.SyncBatchNorm, which works on the same ranks",
     "ProcessSet": "use torch.distributed.new_group",
     "add_process_set": "use torch.distributed.new_group",
+    "remove_process_set": "use torch.distributed.new_group",
+    "sparse_allreduce_async": "make the gradient dense, and use hvd.allreduce_async",
+    "start_timeline": "use `ridgeline doctor train.py --trace`",
+    "stop_timeline": "use `ridgeline doctor train.py --trace`",
     "run": "start the script with `ridgeline launch -n 4 -- python script.py`",
 }
 
 
+class Missing(UsageError, AttributeError):
+    """What Horovod has and this has not; `hasattr` is told so."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _ELSEWHERE:
-        raise UsageError(f"horovod's {name} is not in ridgeline.compat.horovod; {_ELSEWHERE[name]}")
+        raise Missing(f"horovod's {name} is not in ridgeline.compat.horovod; {_ELSEWHERE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -97,6 +111,7 @@ __all__ = [
     "allreduce_async",
     "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -108,10 +123,14 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -124,6 +143,7 @@ __all__ = [
     "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
     "rocm_built",
     "shutdown",
     "size",

@@ -84,6 +84,21 @@ def poll(handle: Handle) -> bool:
     return handle.is_done()
 
 
+class _Everyone:
+    """All ranks, the one set of processes there is."""
+
+
+global_process_set = _Everyone()
+
+
+def check_set(process_set: Any) -> None:
+    if process_set is not None and process_set is not global_process_set:
+        raise UsageError(
+            "process_set= is not in ridgeline.compat.horovod; leave it out, and use torch.distributed's "
+            "functions for groups of ranks"
+        )
+
+
 def choose_op(op: Op | None, average: bool | None) -> Op:
     """`average` is the older way to say it."""
     if op is not None and average is not None:
@@ -101,7 +116,16 @@ def scale(tensor: Tensor, op: Op, after: float = 1.0) -> Tensor:
         tensor.div_(size(), rounding_mode="floor")
     elif op is Average:
         tensor.div_(size())
-    return tensor.mul_(after) if after != 1.0 else tensor
+    return _times(tensor, after)
+
+
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    """In place; whole numbers are rounded down."""
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.mul_(factor)
+    return tensor.copy_((tensor.double() * factor).floor())
 
 
 def _reduce(
@@ -118,7 +142,7 @@ def _reduce(
         for tensor in tensors:
             narrow, dtype = compression.compress(tensor.detach())
             own = narrow.clone(memory_format=torch.contiguous_format)
-            sent.append((own.mul_(before) if before != 1.0 else own, dtype))
+            sent.append((_times(own, before), dtype))
         if group is not None:
             works = [dist.all_reduce(own, op.kind, group=group, async_op=True) for own, _ in sent]
 
@@ -158,6 +182,7 @@ def allreduce(
     process_set: Any = None,
 ) -> Tensor:
     """The average (or what `op` says) over ranks, as a new tensor."""
+    check_set(process_set)
     chosen = choose_op(op, average)
 
     def reduce(value: Tensor) -> Tensor:
@@ -185,6 +210,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Handle:
+    check_set(process_set)
     factors = (prescale_factor, postscale_factor)
     return _only(_reduce([tensor], None, choose_op(op, average), Compression.none, *factors))
 
@@ -198,6 +224,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> Handle:
+    check_set(process_set)
     factors = (prescale_factor, postscale_factor)
     return _only(_reduce([tensor], [tensor], choose_op(op, average), Compression.none, *factors))
 
@@ -218,6 +245,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[Tensor]:
+    check_set(process_set)
     factors = (prescale_factor, postscale_factor)
     done: list[Tensor] = _reduce(
         tensors, None, choose_op(op, average), compression, *factors
@@ -232,10 +260,21 @@ def grouped_allreduce_(
     op: Op | None = None,
     process_set: Any = None,
 ) -> list[Tensor]:
+    check_set(process_set)
     done: list[Tensor] = _reduce(
         tensors, tensors, choose_op(op, average), Compression.none, 1.0, 1.0
     ).wait()
     return done
+
+
+def grouped_allreduce_async(tensors: Sequence[Tensor], *args: Any, **options: Any) -> Handle:
+    done = grouped_allreduce(tensors, *args, **options)
+    return Handle([], lambda: done)
+
+
+def grouped_allreduce_async_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> Handle:
+    done = grouped_allreduce_(tensors, *args, **options)
+    return Handle([], lambda: done)
 
 
 # Tensors that differ in their first dim
@@ -243,9 +282,7 @@ def grouped_allreduce_(
 
 def _gather(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """All ranks' rows, and how many each has."""
-    rows = (
-        tensor.detach().reshape(-1, *tensor.shape[1:]) if tensor.dim() else tensor.detach().view(1)
-    )
+    rows = tensor.detach() if tensor.dim() else tensor.detach().view(1)
     group = the_group()
     if group is None:
         return rows.clone(), [len(rows)]
@@ -276,12 +313,14 @@ class _AllGather(torch.autograd.Function):
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Tensor:
     """All ranks' rows one after the other; ranks may have different numbers of them."""
+    check_set(process_set)
     gathered: Tensor = _AllGather.apply(tensor)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Handle:
     """Done when it returns: the numbers of rows have to be known first."""
+    check_set(process_set)
     gathered = _gather(tensor)[0]
     return Handle([], lambda: gathered)
 
@@ -291,6 +330,7 @@ def alltoall(
 ) -> Any:
     """Rows to each rank, as many as `splits` says, else as many to each; with `splits` also how many came
     from each."""
+    check_set(process_set)
     group, count = the_group(), size()
     if splits is None:
         if len(tensor) % count:
@@ -325,10 +365,28 @@ def reducescatter(
     process_set: Any = None,
 ) -> Tensor:
     """This rank's rows of the average; where they do not divide the first ranks have one more."""
+    check_set(process_set)
     whole = allreduce(tensor, compression=compression, op=op)
     each, more = divmod(len(whole), size())
     start = rank() * each + min(rank(), more)
     return whole[start : start + each + (rank() < more)].clone()
+
+
+def alltoall_async(tensor: Tensor, *args: Any, **options: Any) -> Handle:
+    """Done when it returns, as the next."""
+    received = alltoall(tensor, *args, **options)
+    return Handle([], lambda: received)
+
+
+def reducescatter_async(tensor: Tensor, *args: Any, **options: Any) -> Handle:
+    mine = reducescatter(tensor, *args, **options)
+    return Handle([], lambda: mine)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None
+) -> list[Tensor]:
+    return [allgather(tensor, name, process_set) for tensor in tensors]
 
 
 # From one to all
@@ -364,6 +422,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> Tensor:
     """What `root_rank` has, as a new tensor."""
+    check_set(process_set)
     out: Tensor = _Broadcast.apply(tensor, root_rank)  # type: ignore[no-untyped-call]
     return out
 
@@ -371,6 +430,7 @@ def broadcast(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> Handle:
+    check_set(process_set)
     values = tensor.detach()
     sent = values.contiguous()
     work = _send(sent, root_rank, asynchronous=True)
@@ -386,12 +446,14 @@ def broadcast_async_(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> Handle:
+    check_set(process_set)
     return broadcast_async_(tensor.detach().clone(), root_rank)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> Tensor:
+    check_set(process_set)
     done: Tensor = broadcast_async_(tensor, root_rank).wait()
     return done
 
@@ -400,6 +462,7 @@ def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None
 ) -> Any:
     """Anything that can be pickled, from `root_rank`."""
+    check_set(process_set)
     group, box = the_group(), [obj]
     if group is not None:
         dist.broadcast_object_list(box, group_src=root_rank, group=group)
@@ -407,6 +470,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
+    check_set(process_set)
     group, found = the_group(), [obj] * size()
     if group is not None:
         dist.all_gather_object(found, obj, group=group)
@@ -414,6 +478,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
 
 
 def barrier(process_set: Any = None) -> None:
+    check_set(process_set)
     group = the_group()
     if group is not None:
         dist.barrier(group=group)

@@ -81,12 +81,13 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """This node's number, where nodes have as many ranks each."""
-    return rank() // local_size()
+    """This node's number."""
+    return the_mesh().env.node_rank
 
 
 def cross_size() -> int:
-    return -(-size() // local_size())
+    nodes = the_mesh().env.nodes
+    return len(set(nodes)) if nodes else -(-size() // local_size())
 
 
 def is_homogeneous() -> bool:

@@ -2,11 +2,13 @@
 
 Gradients are put together into buckets of one type, in the order in which backward usually reaches them,
 and each bucket is sent off as soon as it is complete and those before it are: in one order on all ranks,
-whatever a rank's graph looks like. What had no gradient counts as zero.
+whatever a rank's graph looks like, over a group of the optimizer's own, so that what the script sends
+meanwhile does not come in between. What had no gradient counts as zero.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from ridgeline.compat.horovod.collectives import (
     Compression,
     NoneCompressor,
     Op,
+    check_set,
     choose_op,
     scale,
 )
@@ -53,13 +56,14 @@ class Reducer:
         op: Op,
         predivide: float,
     ) -> None:
-        self._compression, self._passes, self._op, self._predivide = (
-            compression,
-            passes,
-            op,
-            predivide,
-        )
-        self._buckets = list(_fill(parameters))
+        self._compression, self._op, self._predivide = compression, op, predivide
+        self.passes = passes
+        # One device a thread in backward.
+        self._lock = threading.Lock()
+        is_alone = the_group() is None
+        self._group = None if is_alone else dist.new_group()
+        # Alone gradients are as they are.
+        self._buckets = [] if is_alone else list(_fill(parameters))
         self._left: dict[int, int] = {}
         self._flights: list[_Flight] = []
         self.begin()
@@ -79,12 +83,16 @@ class Reducer:
         return bool(self._flights)
 
     def begin(self) -> None:
-        self._left = {id(p): self._passes for bucket in self._buckets for p in bucket}
+        self._left = {id(p): self.passes for bucket in self._buckets for p in bucket}
 
     def _arrived(self, parameter: Tensor) -> None:
+        with self._lock:
+            self._count(parameter)
+
+    def _count(self, parameter: Tensor) -> None:
         if self._left[id(parameter)] <= 0:
             raise UsageError(
-                f"backward ran more than {self._passes} times before a step of hvd.DistributedOptimizer; "
+                f"backward ran more than {self.passes} times before a step of hvd.DistributedOptimizer; "
                 "give backward_passes_per_step= as many as there are, or step in between"
             )
         self._left[id(parameter)] -= 1
@@ -100,10 +108,7 @@ class Reducer:
         sent, dtype = self._compression.compress(torch.cat(parts))
         if self._op is Average and self._predivide != 1.0:
             sent = sent.div(self._predivide)
-        group = the_group()
-        work = None
-        if group is not None:
-            work = dist.all_reduce(sent, self._op.kind, group=group, async_op=True)
+        work = dist.all_reduce(sent, self._op.kind, group=self._group, async_op=True)
         self._flights.append(_Flight(bucket, sent, dtype, work))
 
     @torch.no_grad()
@@ -170,15 +175,36 @@ class _Distributed:
             self._waits = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._waits and self._is_synchronized:
-            raise UsageError(
-                "optimizer.step() after optimizer.synchronize() would average the gradients twice; use "
-                "`with optimizer.skip_synchronize(): optimizer.step()`"
-            )
-        if self._waits:
+        waits, self._is_synchronized = self._waits and not self._is_synchronized, False
+        if closure is None:
+            if waits:
+                self._reducer.finish()
+            return super().step()  # type: ignore[misc]
+
+        def whole() -> Any:
+            """What backward in it leaves is averaged before it is used."""
+            loss = closure()
             self._reducer.finish()
+            return loss
+
+        return super().step(whole)  # type: ignore[misc]
+
+    # Torch wraps a class's step for its hooks once; the class below this one has that.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        self._reducer.passes = passes
+        self._reducer.begin()
+
+    def load_state_dict(self, state: Any) -> None:
         self._is_synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        super().load_state_dict(state)  # type: ignore[misc]
+
+    def add_param_group(self, group: Any) -> None:
+        raise UsageError(
+            "optimizer.add_param_group() after hvd.DistributedOptimizer would leave its parameters out of "
+            "the average; add them before"
+        )
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
         if self._reducer.is_under_way:
@@ -210,8 +236,15 @@ def DistributedOptimizer(
         raise UsageError("hvd.DistributedOptimizer was given one; give it torch's optimizer, once")
     if backward_passes_per_step < 1:
         raise UsageError(f"backward_passes_per_step={backward_passes_per_step}; use 1 or more")
-    if process_set is not None:
-        raise UsageError("process_set= is not in ridgeline.compat.horovod; leave it out")
+    check_set(process_set)
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise UsageError(
+            f"gradient_predivide_factor={gradient_predivide_factor} goes with op=hvd.Average; leave it out"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            "hvd.DistributedOptimizer makes sparse gradients dense, and SparseAdam takes none; use Adam"
+        )
     held = [p for group in optimizer.param_groups for p in group["params"]]
     names = dict(named_parameters) if named_parameters is not None else {}
     known = {id(p) for p in names.values()}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ridgeline.compat.horovod.collectives import broadcast_async_, broadcast_object
 from ridgeline.compat.horovod.job import rank
@@ -33,6 +34,12 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int) -> None:
     """Rates, momenta and all else, also where only `root_rank` has any yet."""
-    state = broadcast_object(optimizer.state_dict() if rank() == root_rank else None, root_rank)
+    # From the host: unpickled as it was, all of it would be on the root's device, once for each rank.
+    mine = tree_map(_on_host, optimizer.state_dict()) if rank() == root_rank else None
+    state = broadcast_object(mine, root_rank)
     if rank() != root_rank:
         optimizer.load_state_dict(state)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
