@@ -12,13 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeline.compat.horovod.collectives import (
-    Average,
-    Compression,
-    Handle,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_async,
     allgather_object,
@@ -34,16 +27,13 @@ from ridgeline.compat.horovod.collectives import (
     broadcast_async,
     broadcast_async_,
     broadcast_object,
-    global_process_set,
     grouped_allgather,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    poll,
     reducescatter,
     reducescatter_async,
-    synchronize,
 )
 from ridgeline.compat.horovod.job import (
     cross_rank,
@@ -64,6 +54,18 @@ from ridgeline.compat.horovod.job import (
     rocm_built,
     shutdown,
     size,
+)
+from ridgeline.compat.horovod.ops import (
+    Average,
+    Compression,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    global_process_set,
+    poll,
+    synchronize,
 )
 from ridgeline.compat.horovod.optimizer import DistributedOptimizer
 from ridgeline.compat.horovod.state import broadcast_optimizer_state, broadcast_parameters

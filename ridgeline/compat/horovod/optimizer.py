@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ridgeline.compat.horovod.collectives import (
+from ridgeline.compat.horovod.job import the_group
+from ridgeline.compat.horovod.ops import (
     Average,
     Compression,
     NoneCompressor,
@@ -29,7 +30,6 @@ from ridgeline.compat.horovod.collectives import (
     choose_op,
     scale,
 )
-from ridgeline.compat.horovod.job import the_group
 from ridgeline.errors import UsageError
 
 _BUCKET_BYTES = 25 * 2**20

@@ -167,9 +167,7 @@ class SpreadList:
                 f"{self.plan.around} changes its inputs in place, which under ep it would do twice; leave "
                 "its inputs as they are, or leave ep out"
             )
-        noted.answers, anchor = self._travel(
-            [x for _, x in noted.calls], [n for n, _ in noted.calls], given
-        )
+        noted.answers, anchor = self._travel(noted.calls)
         # What was drawn and counted once is drawn and counted again, and what experts drew is not.
         after = _generators(given)
         kept.put_back()
@@ -189,10 +187,9 @@ class SpreadList:
         finally:
             self._noted = before
 
-    def _travel(
-        self, inputs: list[Tensor], numbers: list[int], given: list[Tensor]
-    ) -> tuple[list[Tensor], Tensor]:
+    def _travel(self, asked: list[tuple[int, Tensor]]) -> tuple[list[Tensor], Tensor]:
         """The experts' outputs for each call."""
+        numbers, inputs = [number for number, _ in asked], [x for _, x in asked]
         if not inputs:
             raise RunError(
                 f"{self.plan.around} called none of its experts, and other ranks may wait for it; leave ep "
