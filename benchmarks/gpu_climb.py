@@ -15,11 +15,13 @@ leaves its recipe in the folder, which `hand --states climbed` compares later; `
 recipe, as one does whose budget was over, and leaves its own for `climbed`. `again` goes up the same
 ladder in new processes, over the states that were kept alone, and says how far each factor is from those of
 all runs before: call it twice for three runs. `text` trains on real text
-(Python's standard library as bytes; 256 of the 32,768 tokens occur) in bf16 and in fp8 from the same
-weights on the same samples and compares the mean of the last tenth of the losses; each of them can be run
-alone, with `--states bf16`, the fp8 state's name or `climbed`, and is kept in the folder. Results are
-written to `--json` after every state, nothing is begun after `--limit` seconds, and compiled code stays in
-the folder.
+(Python's standard library as bytes; 256 of the 32,768 tokens occur), the rate falling along a cosine to
+nothing, in bf16 and in fp8 from the same weights on the same samples, each `--repeat` times, and compares
+the mean of the last tenth of the losses (no sample comes twice) and the loss of held-out text; each can be
+run alone, with `--states bf16`, the fp8 state's name or `climbed`, and is kept in the folder. Where one
+climb went further than another, `climbed` is what the last one ended with and `climbed first` what it
+began with. Results are written to `--json` after every state, nothing is begun after `--limit` seconds,
+and compiled code stays in the folder.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import dataclasses
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,8 +45,6 @@ from benchmarks.climb_cases import BF16, CASES, GRID, WAYS, Case, Hand, write_fi
 from benchmarks.table import print_table, spread, write_json
 
 PARTS = ("hand", "climb", "further", "again", "text")
-CHUNK = 50
-"""Steps on text after which losses are written."""
 BEGUN = time.monotonic()
 
 
@@ -108,17 +109,20 @@ def chosen_states(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         if not wanted:  # no name in full: the beginnings of names
             wanted = {n: s for n, s in known.items() if n.startswith(tuple(options.states))}
     found = {name: configure(case, options, *state) for name, state in wanted.items()}
-    recipe = climbed_recipe(case, options)
-    if recipe.is_file() and (options.states is None or "climbed" in options.states):
-        found["climbed"] = load_config(recipe).config
+    for name, recipe in climbed_recipes(case, options).items():
+        if options.states is None or name in options.states:
+            found[name] = load_config(recipe).config
     return found
 
 
-def climbed_recipe(case: Case, options: argparse.Namespace) -> Path:
-    """Where a climb leaves its recipe; of the one that went further, where there is one."""
+def climbed_recipes(case: Case, options: argparse.Namespace) -> dict[str, Path]:
+    """What climbs have left in the folder: `climbed` is the last one's, `climbed first` what it went on
+    from."""
     folder = options.folder / f"climb-{case.name}"
-    further = folder / "further" / "recipe.yaml"
-    return further if further.is_file() else folder / "recipe.yaml"
+    first, further = folder / "recipe.yaml", folder / "further" / "recipe.yaml"
+    if further.is_file():
+        return {"climbed first": first, "climbed": further}
+    return {"climbed": first} if first.is_file() else {}
 
 
 def run_hand(case: Case, options: argparse.Namespace, results: Results) -> list[tuple[str, ...]]:
@@ -261,58 +265,108 @@ def _row(case: Case, name: str, f: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run_text(case: Case, options: argparse.Namespace, results: Results) -> None:
-    """bf16, fp8 or what a climb has left for as many steps on real text, one after the other, kept in the
-    folder."""
-    from ridgeline.config import load_config
-    from ridgeline.doctor.states import Candidate, Effort
+    """bf16, fp8 or what a climb has left for as many steps on real text, as `ridgeline train` trains them,
+    so many at the same time; each several times, since no two trainings in bf16 end alike."""
+    from ridgeline.config import dump_config
 
-    path = options.folder / f"text-{case.name}.json"
-    known: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
-    effort = Effort(timeout_s=options.timeout_s, check_steps=options.text)
+    folder = options.folder / f"text-{case.name}"
+    folder.mkdir(exist_ok=True)
     length = 64 if options.tiny else case.units_per_sample
-    text = ("data.source=text", f"data.args={{seq_len: {length}}}", "schedule.warmup_steps=50")
+    text = (
+        "data.source=text", f"data.args={{seq_len: {length}}}", f"train.steps={options.text}",
+        "train.eval_samples=null", "schedule.name=cosine", "schedule.warmup_steps=50", "log.every=1",
+        "log.weights=false", "log.tensorboard=no", "checkpoint.at_end=false", "checkpoint.minutes=0",
+    )  # fmt: skip
+    waiting: list[tuple[Path, list[str]]] = []
+    for name, config in text_states(case, options, text).items():
+        recipe = folder / f"{name.replace(' ', '-')}.yaml"
+        recipe.write_text(dump_config(config))
+        for number in range(1, options.repeat + 1):
+            run = folder / f"{recipe.stem}-{number}"
+            if text_end(run) is None:
+                waiting.append((run, [str(recipe), "--run", str(run), "--fresh"]))
+    waiting.sort(key=lambda one: one[0].name[-1])  # one of each first
+    going: dict[Path, subprocess.Popen[bytes]] = {}
+    while waiting or going:
+        while waiting and len(going) < options.at_once and not is_late(options):
+            run, arguments = waiting.pop(0)
+            log = (folder / f"{run.name}.log").open("wb")
+            command = [sys.executable, "-m", "ridgeline", "train", *arguments, "-n", "1"]
+            going[run] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+            say(f"{case.name} on text: {run.name} started")
+        if waiting and not going:
+            say(f"{case.name} on text: no time for {', '.join(run.name for run, _ in waiting)}")
+            break
+        time.sleep(1.0)
+        for run in [run for run, process in going.items() if process.poll() is not None]:
+            code = going.pop(run).returncode
+            say(f"{case.name} on text: {run.name} {f'FAILED ({code})' if code else 'is over'}")
+    show_text(case, options, folder, results)
+
+
+def text_states(case: Case, options: argparse.Namespace, text: tuple[str, ...]) -> dict[str, Any]:
+    """The configurations that train on text, by name: bf16, one in fp8, or what was asked for."""
+    from ridgeline.config import load_config
+
     every = {"bf16": (*BF16, "tune.compile_mode=regional"), **case.states, **case.more}
     wanted = options.states or ("bf16", options.fp8)
-    names = [n for n in (*every, "climbed") if n in wanted]
-    if "climbed" in names and not climbed_recipe(case, options).is_file():
-        say(f"{case.name}: no recipe of a climb in {options.folder}; --part climb leaves one")
-        names.remove("climbed")
-    for name in names:
-        if is_late(options):
-            say(f"{case.name} on text: no time for {name}")
-            continue
-        candidate = None
-        try:
-            if name == "climbed":
-                config = load_config(climbed_recipe(case, options), list(text)).config
-            else:
-                config = configure(case, options, *every[name], *text)
-            place = f"text-{case.name}-{name.replace(' ', '-')}"
-            candidate = Candidate(
-                config, place, options.folder, effort, options.folder / "compiled"
+    found = {n: configure(case, options, *s, *text) for n, s in every.items() if n in wanted}
+    for name, recipe in climbed_recipes(case, options).items():
+        if name in wanted:
+            found[name] = load_config(recipe, list(text)).config
+    for name in wanted:
+        if name not in found:
+            say(
+                f"{case.name}: no state '{name}' in {options.folder}; --part climb leaves 'climbed'"
             )
-            while len(candidate.losses) < options.text:
-                candidate.run(min(CHUNK, options.text - len(candidate.losses)), 0)
-                known[name] = candidate.losses
-                path.write_text(json.dumps(known))
-                say(f"{case.name} on text: {name}: step {len(candidate.losses)}, "
-                    f"loss {candidate.losses[-1]:.4f}")  # fmt: skip
-        except Exception as error:
-            say(f"{case.name} on text: {name} FAILED: {str(error)[:300]}")
-        finally:
-            if candidate is not None:
-                candidate.close()
-    last = max(1, options.text // 10)
-    whole = {n: losses for n, losses in known.items() if len(losses) >= options.text}
-    ends = {
-        n: statistics.fmean(losses[options.text - last : options.text])
-        for n, losses in whole.items()
+    return found
+
+
+def text_end(run: Path) -> dict[str, Any] | None:
+    """Losses of every step, the loss of held-out text at the end, and the time of a step; None before."""
+    from ridgeline.rundir import RunDir
+
+    if not run.is_dir():
+        return None
+    steps, evals = RunDir(run).steps(), RunDir(run).evals()
+    if not steps or not evals or "loss" not in evals[-1].metrics:
+        return None
+    times = [record.step_s for record in steps[len(steps) // 2 :]]
+    return {
+        "losses": [record.loss for record in steps],
+        "held_out": evals[-1].metrics["loss"],
+        "step_ms": 1e3 * statistics.median(times),
     }
-    for name, end in ends.items():
-        apart = (end - ends["bf16"]) / ends["bf16"] if "bf16" in ends else float("nan")
-        say(f"{case.name} on text, mean of the last {last} of {options.text} losses: {name} {end:.4f} "
-            f"({apart:+.2%})")  # fmt: skip
-    results.put(case.name, "text", {"losses": known, "ends": ends})
+
+
+def show_text(case: Case, options: argparse.Namespace, folder: Path, results: Results) -> None:
+    """The end of each training, beside the mean of those in bf16."""
+    found = {run.name: end for run in sorted(folder.iterdir()) if (end := text_end(run))}
+    last = max(1, options.text // 10)
+
+    def end_of(run: dict[str, Any]) -> float:
+        return statistics.fmean(run["losses"][-last:])
+
+    first = [run for name, run in found.items() if name.startswith("bf16-")]
+    rows = []
+    for name, run in found.items():
+        beside = ["", ""]
+        if first:
+            mean = statistics.fmean(map(end_of, first))
+            held_out = statistics.fmean(one["held_out"] for one in first)
+            beside = [f"{end_of(run) / mean - 1:+.2%}", f"{run['held_out'] / held_out - 1:+.2%}"]
+        rows.append(
+            (case.name, name, str(len(run["losses"])), f"{end_of(run):.4f}", beside[0],
+             f"{run['held_out']:.4f}", beside[1], f"{run['step_ms']:.0f}")
+        )  # fmt: skip
+    print_table(
+        ("model", "training", "steps", f"mean of the last {last} losses", "beside bf16",
+         "held-out text", "beside bf16", "step ms"),
+        rows,
+    )  # fmt: skip
+    results.put(case.name, "text", found)
 
 
 def kept_remedies(ladder: dict[str, Any]) -> dict[str, Any]:
@@ -424,6 +478,8 @@ def main() -> None:
         help="hand: further loops by hand (plain float32, the loss not compiled, no warm-up)",
     )
     parser.add_argument("--text", type=int, default=300, help="steps on real text")
+    parser.add_argument("--repeat", type=int, default=2, help="text: trainings of each state")
+    parser.add_argument("--at-once", type=int, default=1, help="text: as many beside each other")
     parser.add_argument(
         "--fp8", default="fp8 tensors", help="the state that text compares with bf16"
     )
