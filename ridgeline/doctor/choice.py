@@ -3,9 +3,10 @@
 A device computes while the host reads, so that the slower of the two hides the other: a remedy that makes
 the device faster may show no gain because the step then waits for data, and one that feeds it none
 because nothing waited. Such a remedy is tried once more together with what would feed it. Once only small
-gains are left, those that promise them are tried together, and one by one where that is dropped. What would
-come after the one that is tried, were it kept or dropped, can be asked before that is known. Called by
-`climb.py`; imports without torch.
+gains are left, those that promise them are tried together, and one by one where that is dropped. What was
+no faster in one step may be in another: once the step has become a good deal shorter, it is tried again.
+What would come after the one that is tried, were it kept or dropped, can be asked before that is known.
+Called by `climb.py`; imports without torch.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ SLOW_TIMES = 3.0
 """A remedy that takes minutes to start is taken to cost so many times what the others did."""
 NOT_SLOWER = 0.97
 """A state that is slower than this is so by itself."""
+NOT_HOPELESS = 0.9
+"""One that was slower than this is not tried once more."""
+SHORTER = 1.1
+"""How many times as short the step has to be by then as the one that it was slower in."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Promise:
     gain: float
     remedy: Remedy
     reason: str
+    shorter: float = 0.0
+    """For one that was dropped before: how many times as short the step is as it was then."""
 
 
 class Waiting:
@@ -65,16 +72,23 @@ class Waiting:
         self._num_groups = 0
         self._parts: list[tuple[str, ...]] = []
         """Halves of groups that failed, to be tried together once more."""
+        self._no_faster: dict[str, tuple[Remedy, float]] = {}
+        """What was dropped for that, and the step it was dropped in, in seconds."""
+        self._tried_again: set[str] = set()
 
     def rank(self, step: Step, config: RunConfig) -> list[Promise]:
-        """Those that apply, the most promising first; after those that start soon the others, and last
-        what promises nothing. Where all are small, many of them together come first."""
+        """Those that apply, the most promising first; after those that start soon what was dropped before,
+        what takes minutes to start, and last what promises nothing. Where all are small, many of them
+        together come first."""
         found = self._rank_each(step, config)
         if not found or found[0].remedy.slow or found[0].gain >= SMALL:
             return found
         name = f"together, {self._num_groups + 1}" if self._num_groups else "together"
         free = [p.remedy for p in found if self._joins(p)]
-        parts = [[p.remedy for p in found if p.remedy.name in part] for part in self._parts]
+        parts = [
+            [p.remedy for p in found if p.remedy.name in part and not p.shorter]
+            for part in self._parts
+        ]
         for members in (*parts, free):
             many = together(name, members, step, config)
             if many is not None:
@@ -82,11 +96,20 @@ class Waiting:
         return found
 
     def _joins(self, promise: Promise) -> bool:
-        return promise.remedy.name not in self._joined and can_join(promise.remedy, promise.gain)
+        is_new = promise.remedy.name not in self._joined and not promise.shorter
+        return is_new and can_join(promise.remedy, promise.gain)
 
     def _rank_each(self, step: Step, config: RunConfig) -> list[Promise]:
         found = _promises(self._remedies.values(), step, config)
-        return sorted(found, key=lambda p: (p.gain < LEAST_PREDICTED, p.remedy.slow, -p.gain))
+        for remedy, before_s in self._no_faster.values():
+            shorter = before_s / step.step_s if step.step_s > 0 else 0.0
+            if shorter >= SHORTER:
+                again = _promises([remedy], step, config)
+                found += [dataclasses.replace(p, shorter=shorter) for p in again]
+        return sorted(
+            found,
+            key=lambda p: (p.gain < LEAST_PREDICTED, p.remedy.slow, p.shorter > 0, -p.gain),
+        )
 
     def copy(self) -> Waiting:
         """To think further with, while nothing is taken from this one."""
@@ -95,6 +118,7 @@ class Waiting:
         other._firsts = dict(self._firsts)
         other._joined, other._num_groups = set(self._joined), self._num_groups
         other._parts = list(self._parts)
+        other._no_faster, other._tried_again = dict(self._no_faster), set(self._tried_again)
         return other
 
     def take(self, remedy: Remedy) -> None:
@@ -102,6 +126,10 @@ class Waiting:
             self._joined.update(remedy.members)
             self._parts = [part for part in self._parts if not {*part} & {*remedy.members}]
             self._num_groups += 1
+            return
+        if remedy.name in self._no_faster:
+            del self._no_faster[remedy.name]
+            self._tried_again.add(remedy.name)
             return
         del self._remedies[remedy.name]
         self._firsts.pop(remedy.name, None)
@@ -127,6 +155,9 @@ class Waiting:
             self._parts += [part for part in (names[:half], names[half:]) if len(part) > 1]
             self._feeding.pop(remedy.name, None)
             return None
+        may_come_back = not remedy.members and not remedy.feeds and rung.gain >= NOT_HOPELESS
+        if may_come_back and remedy.name not in self._tried_again:
+            self._no_faster[remedy.name] = (remedy, step.step_s)
         if remedy.feeds and step.data_s > WAITS_MORE * step.step_s:
             self._feeding.pop(remedy.name, None)  # data were waited for, and it did not bring them
         alone = remedy.feeds or remedy.members  # of many, each can still be one of a pair
@@ -142,6 +173,7 @@ class Waiting:
         best = max(found, key=lambda promise: promise.gain)
         both = pair(remedy, best.remedy, rung.gain * best.gain, best.reason)
         self._remedies[both.name], self._firsts[both.name] = both, remedy
+        self._no_faster.pop(remedy.name, None)
         return both
 
     def untried(
@@ -163,7 +195,7 @@ class Waiting:
             is_joined = is_joined or joins
             budget_s = 10.0 * math.ceil(needed_s / 10.0)
             found.append(Untried(name, NO_TIME, gain, reason, budget_s))
-        applying = {promise.remedy.name for promise in ranked}
+        applying = {promise.remedy.name for promise in ranked} | self._no_faster.keys()
         on_gpu = dataclasses.replace(step, device_kind="cuda")
         for name, remedy in self._remedies.items():
             if name not in applying:

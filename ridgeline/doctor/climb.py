@@ -378,6 +378,9 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
         if candidate is None and waiting.note_dropped(remedy, rung, step, config) is not None:
             why = f"{rung.why}; {rung.data_share:.0%} of its step waits for data"
             rung = dataclasses.replace(rung, why=why)
+        if found[0].shorter:
+            again = f"; tried again in a step {found[0].shorter:.2f} times as short"
+            rung = dataclasses.replace(rung, why=rung.why + again)
         ascent.add(rung)
         if candidate is None:
             continue
@@ -475,7 +478,7 @@ def _measure(
         whole = ascent.rounded_losses if longer.is_apart else ascent.baseline_losses
         problem = problem or judge_whole(losses, whole, effort)
         look: Look | None = None
-        may_look = is_rounding and kept.goes_on and not ascent.is_late
+        may_look = is_rounding and kept.goes_on  # a remedy that was begun has its whole turn
         if problem and may_look and may_be_behind(losses, held_to, effort):
             look = longer.look(kept, candidate, effort)
             problem = look.problem and f"{problem}; {look.problem}"

@@ -167,10 +167,10 @@ class State:
         pass
 
 
-def go(folder: Path, **options: object) -> tuple[object, str]:
+def go(folder: Path, remedies: list[Remedy] = SMALL, **options: object) -> tuple[object, str]:
     said: list[str] = []
     effort = Effort(rounds=3, check_steps=12, ahead=0, **options)
-    table = {one.name: one for one in SMALL}
+    table = {one.name: one for one in remedies}
     return climb(CONFIG, folder, remedies=table, effort=effort, say=said.append), "\n".join(said)
 
 
@@ -244,6 +244,77 @@ def test_halves_of_what_failed_are_tried_once_and_those_that_are_slow_one_by_one
     assert len(waiting.rank(STEP, CONFIG)) == 4
     slow.note_dropped(first, Rung("together", (), False, "", gain=0.9, step_s=0.1), STEP, CONFIG)
     assert not slow.rank(STEP, CONFIG)[0].remedy.members
+
+
+def dropped(name: str, gain: float) -> Rung:
+    return Rung(name, (), False, "", gain=gain, step_s=0.1)
+
+
+def test_what_was_no_faster_comes_again_in_a_much_shorter_step() -> None:
+    narrow = remedy("narrow", 1.09, "train.clip=1.0", risk="rounding")
+    other = remedy("other", 1.01, "train.seed=5")
+    slow = remedy("slow", 1.02, "data.prefetch=7", slow=True)
+    waiting = Waiting([narrow, other, slow])
+    waiting.take(narrow)
+    waiting.note_dropped(narrow, dropped("narrow", 0.96), STEP, CONFIG)
+    assert names(waiting.rank(Parts(step_s=0.092), CONFIG)) == ["other", "slow"]
+    shorter = Parts(step_s=0.08)
+    found = waiting.rank(shorter, CONFIG)
+    assert names(found) == ["other", "narrow", "slow"]  # promised before, and not kept
+    assert found[1].shorter == pytest.approx(1.25)
+    assert names(waiting.copy().rank(shorter, CONFIG)) == names(found)
+    assert waiting.untried(shorter, CONFIG, 0.0, 10.0)[1].name == "narrow"
+    waiting.take(narrow)
+    waiting.note_dropped(narrow, dropped("narrow", 0.99), shorter, CONFIG)
+    assert names(waiting.rank(Parts(step_s=0.01), CONFIG)) == ["other", "slow"]  # once only
+
+
+def test_what_was_much_slower_or_no_right_does_not_come_again() -> None:
+    for one, rung in (
+        (remedy("other", 1.2, "train.seed=5"), dropped("other", 0.8)),
+        (remedy("other", 1.2, "train.seed=5"), Rung("other", (), False, "its loss is off")),
+        (remedy("other", 1.2, "train.seed=5", feeds=True), dropped("other", 0.99)),
+    ):
+        waiting = Waiting([one])
+        waiting.take(one)
+        waiting.note_dropped(one, rung, STEP, CONFIG)
+        assert waiting.rank(Parts(step_s=0.01), CONFIG) == []
+
+
+def test_what_comes_again_stays_out_of_groups() -> None:
+    """A group is kept as a whole, and what was dropped before is no part of its promise."""
+    waiting = Waiting([*SMALL, remedy("again", 1.03, "train.lr=0.5")])
+    again = waiting._remedies["again"]
+    waiting.take(again)
+    waiting.note_dropped(again, dropped("again", 0.98), STEP, CONFIG)
+    first = waiting.rank(Parts(step_s=0.05), CONFIG)[0].remedy
+    assert first.members == ("clip", "prefetch", "seed")
+    waiting.take(first)
+    waiting.note_kept(first)
+    assert names(waiting.rank(Parts(step_s=0.05), CONFIG)) == ["again"]
+
+
+def test_a_climb_tries_again_what_the_step_has_become_right_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipping costs 4 % beside one thread and gains 10 % beside two, which come later."""
+
+    def step_s(state: State) -> float:
+        threads, clips = state.config.data.threads, bool(state.config.train.clip)
+        return 0.1 / threads * ((1.04 if threads == 1 else 0.9) if clips else 1.0)
+
+    monkeypatch.setattr(climb_file, "Candidate", State)
+    monkeypatch.setattr(State, "step_s", property(step_s))
+    first = remedy("clip", 1.6, "train.clip=1.0")
+    ladder, text = go(tmp_path, [BIG, first])
+    assert [(r.name, r.kept) for r in ladder.rungs[1:]] == [
+        ("clip", False),
+        ("big", True),
+        ("clip", True),
+    ]
+    assert ladder.overrides == ("data.threads=2", "train.clip=1.0")
+    assert ladder.rungs[3].why.endswith("; tried again in a step 2.00 times as short")
+    assert "not tried" not in text
 
 
 def test_many_together_need_the_budget_of_one() -> None:

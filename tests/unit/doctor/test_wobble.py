@@ -249,6 +249,28 @@ def test_what_begins_behind_and_keeps_the_pace_is_kept(
     assert "may be 5% of 36 steps behind, with what was kept before that" in text
 
 
+def test_what_was_begun_has_its_longer_look_after_the_budget_too(
+    tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts within the budget, and takes longer to start than is left."""
+    now = SimpleNamespace(monotonic=lambda: now.seconds, seconds=0.0)
+    monkeypatch.setattr(climb_file, "time", now)
+
+    def check(self: Slow, effort: Effort) -> None:
+        self.run(effort.check_steps, 0)
+        now.seconds += 40.0
+
+    monkeypatch.setattr(Slow, "check", check)
+    monkeypatch.setattr(climb_file, "Candidate", Slow)
+    monkeypatch.setattr(Slow, "late", {2: 0.5})
+    ladder, _ = go(tmp_path, budget_s=60.0)
+    rung = ladder.rungs[1]
+    assert ladder.spent_s == 80.0
+    assert rung.kept, rung.why
+    assert len(rung.longer_losses) == 3 * EFFORT.check_steps
+    assert len(ladder.rungs) == 2  # and nothing more is begun
+
+
 def test_what_falls_behind_further_is_dropped(
     tmp_path: Path, state: type[State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
