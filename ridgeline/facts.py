@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What one sample costs, counted on the meta device before anything runs."""
+    """What one sample costs, counted before anything is trained."""
 
     name: str
     num_parameters: int
@@ -24,7 +24,8 @@ class ModelFacts:
     """Forward and backward; convolutions, matrix products and attention."""
     forward_flops_per_sample: float
     flops_source: str
-    """`counted` on the meta device, or `6N` where the module cannot run there."""
+    """`counted` on the meta device; where the module cannot run there, `forward counted` on the device that
+    it trains on, with twice that for backward, or `6N` times the parameters."""
     sample_shape: tuple[int, ...]
     units_per_sample: int = 1
     """How many of `unit` are in a sample: tokens in a sequence, else 1."""

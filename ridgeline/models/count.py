@@ -15,6 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ridgeline.facts import ModelFacts
 from ridgeline.models.inputs import Inputs, first_of
 
+ESTIMATED = "6N"
+"""Where FLOPs come from if they could not be counted here."""
+
 Objective = Callable[[nn.Module, Inputs, Tensor], Tensor]
 
 
@@ -47,7 +50,7 @@ def count_model(
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         train_flops_per_sample=total / num_samples,
         forward_flops_per_sample=forward / num_samples,
-        flops_source="counted" if counted else "6N",
+        flops_source="counted" if counted else ESTIMATED,
         sample_shape=tuple(first.shape[1:]),
         units_per_sample=units_per_sample,
         unit=unit,

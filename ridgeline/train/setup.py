@@ -32,7 +32,7 @@ from ridgeline.launch.env import RankEnv, prepare_deterministic
 from ridgeline.layout import Layout
 from ridgeline.machine.describe import describe_machine
 from ridgeline.models.build import MODELS, build_model
-from ridgeline.models.count import count_model
+from ridgeline.models.count import ESTIMATED, count_model
 from ridgeline.models.inputs import change_each
 from ridgeline.models.weights import load_weights
 from ridgeline.optim.build import Trainable, build_optimizer
@@ -51,6 +51,7 @@ from ridgeline.parallel.tuned import prefer_attention
 from ridgeline.train.checks import check_batch, count_parts
 from ridgeline.train.chunked import choose_loss
 from ridgeline.train.clock import Clock, build_clock
+from ridgeline.train.counted import count_forward
 from ridgeline.train.hang import collective_timeout
 from ridgeline.train.ignored import IgnoredTargets
 from ridgeline.train.objective import Objective, build_forward_backward
@@ -189,6 +190,8 @@ def _build_on(
     env = mesh.env
     model = build_weights(config, device, "" if resumes else config.model.weights)
     example = _example(config, info, device)
+    if model_facts.flops_source == ESTIMATED:
+        model_facts = count_forward(model_facts, model, example)
     loss = choose_loss(model, task, config.tune, layout, example)
     arranged = arrange(
         Objective(model, loss),

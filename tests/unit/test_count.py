@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ridgeline.facts import ModelFacts, facts_from_dict
 from ridgeline.models import build_model
 from ridgeline.models.count import count_model
+from ridgeline.train.counted import count_forward
 from ridgeline.train.tasks import TASKS
 
 
@@ -90,6 +91,70 @@ def test_what_cannot_run_on_meta_is_estimated(units: int) -> None:
     assert facts.num_parameters == 294
     assert facts.train_flops_per_sample == 6 * 294 * units
     assert facts.forward_flops_per_sample == 2 * 294 * units
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that its largest value names; counts the rows it has seen."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(20, 20, bias=False) for _ in range(num))
+        self.drop = nn.Dropout(0.5)
+        self.last: Tensor | None = None
+        self.register_buffer("seen", torch.zeros(num))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, : len(self.experts)].argmax(1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (rows := (chosen == number).nonzero()[:, 0]).numel():
+                self.seen[number] += len(rows)
+                out = out.index_add(0, rows, expert(x[rows]))
+        self.last = self.drop(out)
+        return self.last
+
+
+def test_of_many_experts_those_that_a_sample_meets_are_counted() -> None:
+    model = Experts(8)
+    with torch.device("meta"):
+        targets = torch.zeros(4, dtype=torch.int64)
+        estimated = count(Experts(8), torch.zeros(4, 20), "classify", targets)
+    assert estimated.train_flops_per_sample == 6 * 8 * 400
+    state = torch.random.get_rng_state()
+    facts = count_forward(estimated, model, torch.randn(4, 20, generator=torch.Generator()))
+    assert facts.flops_source == "forward counted"
+    assert facts.forward_flops_per_sample == 2 * 400
+    assert facts.train_flops_per_sample == 6 * 400
+    assert facts.num_parameters == estimated.num_parameters
+    # Nothing is left of it.
+    assert model.last is None
+    assert not model.seen.any()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_does_not_run_on_the_device_either_stays_estimated() -> None:
+    estimated = ModelFacts("m", 3, 3, 12, 18.0, 6.0, "6N", (3, 4))
+    assert count_forward(estimated, nn.Linear(7, 2), torch.zeros(2, 20)) == estimated
+    assert count_forward(estimated, nn.Identity(), torch.zeros(2, 20)) == estimated
+
+
+def test_experts_side_by_side_and_attention_on_a_cpu_are_counted() -> None:
+    """Mixtral of transformers, against the formula: two of its eight experts a token."""
+    transformers = pytest.importorskip("transformers")
+    width, ffn, depth, vocab, seq = 32, 48, 2, 64, 16
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=vocab, hidden_size=width, intermediate_size=ffn, num_hidden_layers=depth,
+            num_attention_heads=2, num_key_value_heads=1, num_local_experts=8,
+            num_experts_per_tok=2, max_position_embeddings=seq,
+        )
+    )  # fmt: skip
+    estimated = ModelFacts("m", 3, 3, 12, 18.0, 6.0, "6N", (seq,))
+    facts = count_forward(estimated, model, torch.zeros(3, seq, dtype=torch.int64))
+    layer = 2 * width * width + width * width + 8 * width + 2 * 3 * width * ffn
+    products = 2 * seq * (width * vocab + depth * layer)
+    assert facts.forward_flops_per_sample == products + depth * 4 * seq * seq * width
 
 
 def test_facts_come_back_from_json() -> None:

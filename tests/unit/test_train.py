@@ -542,7 +542,9 @@ def own_config(*overrides: str) -> RunConfig:
 def test_a_model_that_reads_values_when_it_is_built(own_nets: Path) -> None:
     run = RunDir.create(own_nets, "looks")
     run_training(own_config("model.name=own_nets:Looks"), ALONE, run)
-    assert run.read_json(rundir.FACTS)["model"]["flops_source"] == "6N"
+    facts = run.read_json(rundir.FACTS)["model"]
+    assert facts["flops_source"] == "forward counted"
+    assert facts["train_flops_per_sample"] == 6 * 8 * 4  # without the bias, which is no product
     assert len(run.steps()) == 2
     assert run.file(rundir.WEIGHTS).exists()
 

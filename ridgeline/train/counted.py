@@ -1,0 +1,82 @@
+"""What a sample costs, for a module that cannot run where nothing is computed.
+
+A model whose control flow depends on values (a mixture of experts sends each token where its router says)
+or whose kernels refuse the meta device has its parameters counted there, but not its FLOPs; and six times
+all parameters is several times too much where a token meets two experts of eight. So one forward of a few
+samples is counted where the model will train, before anything is arranged. Called by `train/setup.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from ridgeline.facts import ModelFacts
+from ridgeline.models.inputs import Inputs, call_arguments, first_of
+from ridgeline.parallel.dry_run import unchanged_attributes
+
+COUNTED = "forward counted"
+"""As `ModelFacts.flops_source`."""
+
+
+def count_forward(facts: ModelFacts, model: nn.Module, example: Inputs) -> ModelFacts:
+    """The facts with the FLOPs of a forward of `example`, and twice that for backward; as they are where
+    the model does not run on it. The model, its buffers and the generators are as before."""
+    device = first_of(example).device
+    held = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    args, kwargs = call_arguments(example)
+    counter = FlopCounterMode(display=False, custom_mapping=_kernels())
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            unchanged_attributes(model),
+            torch.no_grad(),
+            counter,
+        ):
+            functional_call(model, held, args, kwargs)
+    except Exception:
+        return facts  # what is wrong with it is said where it trains
+    forward = float(counter.get_total_flops()) / len(first_of(example))
+    if not forward:
+        return facts
+    return dataclasses.replace(
+        facts,
+        forward_flops_per_sample=forward,
+        train_flops_per_sample=3.0 * forward,
+        flops_source=COUNTED,
+    )
+
+
+def _kernels() -> dict[Any, Any]:
+    """Products that torch's counter does not know: of experts side by side, and of attention on a CPU."""
+    found = {}
+    aten = torch.ops.aten
+    for name, flops in (
+        ("_grouped_mm", _grouped_flops),
+        ("_scaled_grouped_mm", _grouped_flops),
+        ("_scaled_dot_product_flash_attention_for_cpu", _attention_flops),
+    ):
+        if hasattr(aten, name):
+            found[getattr(aten, name)] = flops
+    return found
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Each row of `a`, or each of its columns where both are flat, meets one matrix of `b`.
+
+    >>> _grouped_flops(torch.Size((512, 96)), torch.Size((4, 96, 320)))
+    31457280
+    >>> _grouped_flops(torch.Size((96, 512)), torch.Size((512, 320)))
+    31457280
+    """
+    return 2 * math.prod(a) * b[-1]
+
+
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
