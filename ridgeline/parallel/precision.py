@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ridgeline.parallel.grouped import teach_autocast
+
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Types that products are computed in, by the name of the precision; others use the parameters' own. In
 fp8 it is the type of everything that is no linear layer of a block (`float8.py`)."""
@@ -56,6 +58,9 @@ class Precision:
         dtype = AUTOCAST.get(self.name)
         if dtype is None:
             return nullcontext()
+        teach_autocast(
+            self.device_type
+        )  # here, since a model may have brought an operator of its own
         return torch.autocast(self.device_type, dtype=dtype)
 
     def scale(self) -> float:

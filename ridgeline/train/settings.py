@@ -187,12 +187,14 @@ def _narrow_class(base: type[nn.Module], dtype: torch.dtype) -> type[nn.Module]:
     from torch.utils._pytree import tree_map_only
 
     from ridgeline.parallel.derived import derive_class
+    from ridgeline.parallel.grouped import teach_autocast
 
     def widen(value: Tensor) -> Tensor:
         return value.float() if value.dtype is dtype else value
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         device = next((p.device.type for p in self.parameters()), "cpu")
+        teach_autocast(device)
         with torch.autocast(device, dtype=dtype):
             out = base.forward(self, *args, **options)
         return widen(out) if isinstance(out, Tensor) else tree_map_only(Tensor, widen, out)
