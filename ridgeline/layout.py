@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from ridgeline.composition import APART, AVAILABLE, TECHNIQUES
@@ -166,9 +167,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in FIELDS:
-            # Through the text and back: one place that knows what is allowed, one spelling of it.
-            value = _read_value(name, _show_value(getattr(self, name)), "Layout")
-            object.__setattr__(self, name, value)
+            given = getattr(self, name)
+            if given is not _DEFAULTS[name]:
+                # Through the text and back: one place that knows what is allowed, one spelling of it.
+                object.__setattr__(self, name, _read_shown(name, _show_value(given)))
 
     def __str__(self) -> str:
         """The canonical text: fields in order, only those that are not the default."""
@@ -347,6 +349,12 @@ def _read_value(name: str, text: str, place: str) -> Any:
     if value is None:
         raise UsageError(f"{name}={text} in {place} is not allowed; {name} can be {allowed}")
     return value
+
+
+@lru_cache(maxsize=4096)
+def _read_shown(name: str, text: str) -> Any:
+    """Remembered, because a planner makes tens of thousands of layouts of the same few values."""
+    return _read_value(name, text, "Layout")
 
 
 def _show_value(value: Any) -> str:
