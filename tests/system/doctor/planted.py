@@ -190,9 +190,18 @@ def small_batch() -> None:
 
 
 def optimizer_loop() -> None:
-    """Many small parameters, updated one after another."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(30)))
-    model = nn.Sequential(model, nn.Linear(12, 10)).to(device())
+    """A table kept as a list of its rows, which are updated one after another."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.ParameterList(nn.Parameter(0.1 * torch.randn(12)) for _ in range(60))
+            self.head = nn.Linear(60, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(x @ torch.stack(list(self.rows)).t()))
+
+    model = Table().to(device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, fused=False)
     train(model, ready(4, 12), optimizer)
 
