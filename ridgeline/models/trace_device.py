@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ridgeline.models.grouped import grouped_shape, is_aligned
+
 _KEY = "AutocastIPU"
 _DEVICE = "ipu"
 
@@ -196,6 +198,15 @@ def _functions(
 
         return call
 
+    def grouped(
+        a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        if is_aligned(a.shape, b.shape):
+            a, b = cast.lower(a), cast.lower(b)
+        groups = len(offs) if offs is not None else max(a.shape[0], b.shape[0])
+        return _Grouped.apply(watcher, a, b, groups)  # type: ignore[no-any-return, no-untyped-call]
+
     aten = torch.ops.aten
     functions: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": attention,
@@ -203,7 +214,9 @@ def _functions(
         "dropout": dropout,
         "softmax.int": softmax(aten.softmax.int, False),
         "log_softmax.int": softmax(aten.log_softmax.int, True),
+        "_grouped_mm": grouped,
     }
+    functions = {name: function for name, function in functions.items() if _exists(name)}
     if dtype is None:
         return functions
 
@@ -266,6 +279,32 @@ class _Attention(torch.autograd.Function):
             "attention", [*reads, out, sums, gradient], gradients, causal=ctx.causal, backward=True
         )
         return (None, *gradients, None, None)
+
+
+class _Grouped(torch.autograd.Function):
+    """Rows sorted by their matrix, each group of them times its own; or any other of its four forms."""
+
+    @staticmethod
+    def forward(ctx: Any, watcher: Watcher, a: Tensor, b: Tensor, groups: int) -> Tensor:
+        ctx.watcher, ctx.groups = watcher, groups
+        ctx.save_for_backward(a, b)
+        return _multiply(watcher, a, b, groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        of_a = of_b = None
+        if ctx.needs_input_grad[1]:
+            of_a = _multiply(ctx.watcher, gradient, b.transpose(-2, -1), ctx.groups)
+        if ctx.needs_input_grad[2]:
+            of_b = _multiply(ctx.watcher, a.transpose(-2, -1), gradient, ctx.groups)
+        return None, of_a, of_b, None
+
+
+def _multiply(watcher: Watcher, a: Tensor, b: Tensor, groups: int) -> Tensor:
+    out = a.new_empty(grouped_shape(a.shape, b.shape, groups))
+    watcher.note_kernel("_grouped_mm", [a, b], [out], groups=groups)
+    return out
 
 
 class _RmsNorm(torch.autograd.Function):

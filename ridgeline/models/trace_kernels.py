@@ -187,7 +187,7 @@ def is_kept(name: str, read: list[Tensor], written: Tensor) -> bool:
     attention's, but not scores that are larger than what they come from."""
     if name in ("bmm", "baddbmm"):
         return written.numel() <= sum(tensor.numel() for tensor in read[-2:])
-    return name in ("mm", "addmm", "convolution", "attention")
+    return name in ("mm", "addmm", "_grouped_mm", "convolution", "attention")
 
 
 def is_result_split(name: str, role: str, backward: bool, split: bool, reads_weight: bool) -> bool:

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ridgeline.models.grouped import grouped_flops, grouped_sizes
 from ridgeline.models.trace_kernels import (
     BATCH_NORMS,
     EMPTY,
     FUSABLE,
     NORMS,
     Kernel,
+    Sizes,
     Storage,
     find_tensors,
     halo_of,
@@ -341,7 +343,11 @@ class Recorder(TorchDispatchMode):
         self, name: str, reads: list[Tensor], writes: list[Tensor], **facts: Any
     ) -> None:
         """Of a kernel that `trace_device.py` put in the place of several."""
-        attention, flops = None, 0
+        attention, product, flops = None, None, 0
+        if name == "_grouped_mm":
+            shapes = [t.shape for t in reads]
+            flops = grouped_flops(*shapes)
+            product = ("batched", grouped_sizes(*shapes, facts["groups"]), "", 0)
         if name == "attention":
             query, key, value = reads[:3]
             attention = {
@@ -355,7 +361,7 @@ class Recorder(TorchDispatchMode):
                 flops = sdpa_backward_flop_count(shapes[0], *shapes)
             else:
                 flops = sdpa_flop_count(*shapes)
-        self._note(name, reads, writes, flops, None, (), attention)
+        self._note(name, reads, writes, flops, None, (), attention, product)
 
     def _note(
         self,
@@ -366,6 +372,7 @@ class Recorder(TorchDispatchMode):
         func: Any,
         args: tuple[Any, ...],
         attention: dict[str, Any] | None = None,
+        product: Sizes | None = None,
     ) -> None:
         unit, module = self._where()
         sources = [self._storage(t) for t in read]
@@ -373,7 +380,7 @@ class Recorder(TorchDispatchMode):
         role = self.roles.get(module, "")
         split = any(s.split for s in activations)
         is_matrix = name in ("mm", "addmm", "bmm", "baddbmm")
-        product = more = None
+        more = None
         if is_matrix:
             product = size_matrix(
                 name, read, role, self.backward, [s.split for s in sources], sources

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNED = 8
-"""Sides of 16-bit operands have to be a multiple of this, 16 bytes; others stay in their own type."""
+from ridgeline.models.grouped import is_aligned
+
 _TRANSFORMERS = "transformers::grouped_mm_fallback"
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _taught: dict[tuple[str, str], torch.library.Library] = {}
@@ -49,9 +49,8 @@ def _narrow(
     out_dtype: Any = None,
 ) -> Tensor:
     dtype = torch.get_autocast_dtype(a.device.type)
-    is_aligned = not any(side % ALIGNED for side in (*a.shape[1:], *b.shape[1:]))
     with torch.autocast(a.device.type, enabled=False):
-        if is_aligned and torch.float64 not in (a.dtype, b.dtype):
+        if is_aligned(a.shape, b.shape) and torch.float64 not in (a.dtype, b.dtype):
             a, b = a.to(dtype), b.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return torch.ops.aten._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)

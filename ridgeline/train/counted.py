@@ -9,7 +9,6 @@ samples is counted where the model will train, before anything is arranged. Call
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ridgeline.facts import ModelFacts
+from ridgeline.models.grouped import grouped_flops
 from ridgeline.models.inputs import Inputs, call_arguments, first_of
 from ridgeline.parallel.dry_run import unchanged_attributes
 
@@ -68,14 +68,7 @@ def _kernels() -> dict[Any, Any]:
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Each row of `a`, or each of its columns where both are flat, meets one matrix of `b`.
-
-    >>> _grouped_flops(torch.Size((512, 96)), torch.Size((4, 96, 320)))
-    31457280
-    >>> _grouped_flops(torch.Size((96, 512)), torch.Size((512, 320)))
-    31457280
-    """
-    return 2 * math.prod(a) * b[-1]
+    return grouped_flops(a, b)
 
 
 def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:

@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ridgeline.config import find_recipe, load_config
 from ridgeline.errors import UsageError
 from ridgeline.models.build import build_model
 from ridgeline.models.trace import Batch, trace_module
+from ridgeline.parallel.grouped import teach_autocast
 from ridgeline.plan.module import ModuleFacts
+from ridgeline.train.traced import trace_recipe
 
 
 def images(*shape: int) -> Callable[[int], Batch]:
@@ -149,6 +152,74 @@ def test_kept_bytes_under_autocast_are_those_of_a_real_step() -> None:
 
 def _mean(output: Tensor, targets: Any) -> Tensor:
     return output.float().mean()
+
+
+class Experts(nn.Module):
+    """Rows in equal shares through four experts that are stored side by side."""
+
+    def __init__(self, wide: int = 24) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, wide, 16) / 4)
+        self.down = nn.Parameter(torch.randn(4, wide, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32, device=x.device) * (len(x) // 4)
+        x = F.grouped_mm(x, self.up.transpose(1, 2), offs=ends)
+        return F.grouped_mm(F.silu(x), self.down, offs=ends)
+
+
+def _experts() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), Experts())
+
+
+def _rows(n: int) -> Batch:
+    return (torch.zeros(20 * n, 16),), None
+
+
+@pytest.mark.parametrize("mode", ["wide", "cast"])
+def test_experts_side_by_side_are_products_and_keep_what_a_real_step_keeps(mode: str) -> None:
+    found = trace_module("experts", _experts, _rows, _mean)
+    linear, one = 2 * 16 * 16, 2 * 16 * 24  # FLOPs of a row
+    assert found.flops(3) == (60 * (linear + 2 * one), 60 * (linear + 4 * one))
+    products = [
+        p for b in found.blocks for p in b.costs["wide"].forward.products if p.kind == "batched"
+    ]
+    assert sorted((p.m.at(3), p.n.at(3), p.k.at(3), p.batch.at(3)) for p in products) == [
+        (15, 16, 24, 4), (15, 24, 16, 4),
+    ]  # fmt: skip
+    torch.manual_seed(0)
+    model, (inputs, targets) = _experts(), _rows(20)
+    teach_autocast("cpu")
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "cast"):
+            return _mean(model(*inputs), targets)
+
+    ends = 2 * 4 * 4  # four numbers, kept by each product
+    real = kept_on_cpu(model, run) - ends
+    assert found.saved_bytes(20, mode) == pytest.approx(real, rel=0.002)
+
+
+def test_experts_with_odd_sides_stay_in_their_own_type() -> None:
+    found = trace_module("odd", lambda: Experts(wide=20), _rows, _mean)
+    kept = {mode: found.saved_bytes(20, mode) for mode in ("wide", "cast")}
+    assert kept["wide"] == kept["cast"]
+
+
+def test_a_mixture_of_transformers_is_traced() -> None:
+    """Two experts of four for each token, and four layers of them."""
+    pytest.importorskip("transformers")
+    found = trace_recipe(load_config(find_recipe("mixtral-text")).config)
+    tokens, width, wide = 128, 96, 160
+    routed = 4 * 2 * tokens * (2 * width * 2 * wide + 2 * wide * width)
+    products = sum(
+        b.count * p.flops(1)
+        for b in found.blocks
+        for p in b.costs["wide"].forward.products
+        if (p.batch.at(1), p.k.at(1)) in ((4, 96), (4, 160))
+    )
+    assert products == routed
+    assert found.flops(1)[0] == 154_533_888  # as `count_forward` sees a real one (test_count.py)
 
 
 def _five_layers() -> nn.Module:
