@@ -31,6 +31,7 @@ from ridgeline.errors import RunError, UsageError
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
     from ridgeline.doctor.measured import Measured
+    from ridgeline.doctor.seen import SeenScript
     from ridgeline.doctor.states import Effort
     from ridgeline.plan.kept import Compared
     from ridgeline.rundir import RunDir
@@ -183,6 +184,7 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
     """A recipe or a script: some steps of it are run, and with --climb many more."""
     from ridgeline.config import find_recipe, load_config, telling_places
     from ridgeline.doctor.request import TRACE, read_answers
+    from ridgeline.doctor.seen import as_seen, of_script
     from ridgeline.rundir import RunDir
 
     _check_is_training(asked.what)
@@ -196,16 +198,36 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
             if config is not None:
                 config = _choose(asked, config)
             _run_ranks(asked, config, folder)
-        ranks, timeline = read_answers(folder)
+        ranks, timeline, script = read_answers(folder)
         if not ranks:
             raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
         out = asked.out or RunDir.create(Path("runs"), f"doctor-{Path(asked.what).stem}").path
         without = asked.effort.without if asked.effort is not None else ()
-        ran = None if config is None else _with_ranks(config, asked.num_processes)
-        value = _conclude(ranks, timeline, out, asked.as_json, folder / TRACE, ran, without=without)
+        if config is not None:
+            ran, more = _with_ranks(config, asked.num_processes), ""
+        else:
+            assert script is not None  # rank 0 says it with its measurement
+            ran, more = as_seen(of_script(Path(asked.what)), script), _how_to_try(asked, script)
+        value = _conclude(
+            ranks, timeline, out, asked.as_json, folder / TRACE, ran, without=without, more=more
+        )
     if asked.effort is not None:
         value["ladder"] = _climb(asked, config, out, ranks[0], asked.effort)
     return value
+
+
+def _how_to_try(asked: Asked, script: SeenScript) -> str:
+    """What is said beneath the remedies of a script."""
+    from ridgeline.doctor.interface import FIVE_LINES
+    from ridgeline.layout import Layout
+
+    if asked.effort is not None:
+        return ""
+    if script.has_job and Layout.parse(script.layout).world_size == 1:
+        return f"`ridgeline doctor {asked.what} --climb` tries them, and keeps what is faster and right"
+    if script.has_job:
+        return "on one device, --climb tries them"
+    return f"--climb tries them in a script with five lines: {FIVE_LINES} (docs/train.md)"
 
 
 @contextmanager
@@ -322,12 +344,14 @@ def _conclude(
     out: Path,
     as_json: bool,
     trace: Path | None,
-    config: RunConfig | None,
+    config: RunConfig,
     compared: Sequence[Compared] = (),
     without: Sequence[str] = (),
+    more: str = "",
 ) -> dict[str, Any]:
     """Judge, draw, write, and tell; for programs the caller prints what this returns. `compared`: what
-    was predicted of a finished run. `without`: remedies that nobody wants to hear of."""
+    was predicted of a finished run. `without`: remedies that nobody wants to hear of; `more` is said
+    beneath those that there are."""
     from ridgeline.doctor.pictures import write_pictures
     from ridgeline.doctor.show import show_verdict
     from ridgeline.doctor.verdict import judge
@@ -354,7 +378,7 @@ def _conclude(
             f"cannot write into {out} of --out ({error.strerror}); name another"
         ) from error
     if not as_json:
-        typer.echo(show_verdict(measured, verdict, remedies, compared))
+        typer.echo(show_verdict(measured, verdict, remedies, compared, more))
         typer.echo(f"\nwritten: {', '.join(path.name for path in made)} in {out}")
     return value
 
@@ -401,18 +425,15 @@ def _compare(run: RunDir, measured: Measured) -> list[Compared]:
     return compare_run(run, measured.step_s, most, measured.device_kind == "cuda")
 
 
-def list_remedies(
-    measured: Measured, config: RunConfig | None, without: Sequence[str] = ()
-) -> list[str]:
-    """Remedies that apply to a recipe, the one with the largest predicted gain first, but for those named
-    in `without`; none for a script, whose settings are in its code. The recipe's layout is that of all its
-    ranks, `dp` included."""
-    if config is None:
-        return []
-    from ridgeline.doctor.remedies.table import REMEDIES
+def list_remedies(measured: Measured, config: RunConfig, without: Sequence[str] = ()) -> list[str]:
+    """Remedies that apply to a recipe, or to a script in such words, the one with the largest predicted
+    gain first, but for those named in `without`. The layout is that of all ranks, `dp` included."""
+    from ridgeline.doctor.model_look import SCRIPT
+    from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
 
+    known = SCRIPT_REMEDIES if config.model.name == SCRIPT else REMEDIES
     found = []
-    for name, remedy in REMEDIES.items():
+    for name, remedy in known.items():
         reason = remedy.applies(measured, config)
         if reason is not None and name not in without:
             found.append((remedy.predicted_gain(measured, config), name, reason))

@@ -56,10 +56,11 @@ from ridgeline.doctor.losses import (
     tell_losses,
     wobble_of,
 )
-from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, SCRIPT, look_at
+from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, look_at
 from ridgeline.doctor.race import QUIET, BeforeFailed, build_rung, race, tell_gain
 from ridgeline.doctor.remedies.contract import Remedy, Step
 from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
+from ridgeline.doctor.seen import of_script
 from ridgeline.doctor.states import (
     Candidate,
     Effort,
@@ -233,14 +234,6 @@ def climb_script(
     Leaves `climbed.yaml`, for `ridgeline.start(tune=...)` or RIDGELINE_TUNE, instead of a recipe.
     """
     check_names(effort.without, remedies)
-    empty = RunConfig(name=script.stem or "script")
-    config = dataclasses.replace(
-        empty,
-        model=dataclasses.replace(empty.model, name=SCRIPT),
-        data=dataclasses.replace(empty.data, source=SCRIPT),
-        train=dataclasses.replace(empty.train, steps=1),
-        tune=dataclasses.replace(empty.tune, search_convolutions=False),
-    )
 
     def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
         plain = name in (BASELINE, AGAIN, NUDGED)
@@ -254,7 +247,8 @@ def climb_script(
 
     # Two of the same script at once would write the same files.
     alone = dataclasses.replace(effort, ahead=0)
-    return _climb(config, out, start, write, "script", measured, remedies, alone, say)
+    plain = of_script(script)
+    return _climb(plain, out, start, write, "script", measured, remedies, alone, say)
 
 
 BASELINE, AGAIN, NUDGED = "baseline", "baseline-again", "baseline-nudged"

@@ -33,6 +33,7 @@ from ridgeline.doctor.measured import (
     quartile_spread,
 )
 from ridgeline.doctor.probe import Probe, Watched
+from ridgeline.doctor.seen import SeenScript, as_computed
 from ridgeline.doctor.shapes import MULTIPLES, Used, find_cliffs, names_by_shape, parameters_of
 from ridgeline.doctor.timeline import look_at_memory, take_apart
 from ridgeline.doctor.trace import Allocations, Taken
@@ -75,6 +76,7 @@ class Facts:
     optimizer: torch.optim.Optimizer | None = None
     vocabulary: int | None = None
     notes: tuple[str, ...] = ()
+    script: SeenScript | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Seen:
 
     measured: Measured
     timeline: Timeline
+    script: SeenScript | None = None
+    """What a script of the user's own was seen to do."""
 
 
 def measure(config: RunConfig, env: RankEnv, options: Options = Options()) -> Seen:  # noqa: B008
@@ -272,7 +276,8 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
         notes=facts.notes,
     )
     measured = replace(measured, ranks=_gather_ranks(measured))
-    return Seen(measured, allocations.timeline)
+    script = as_computed(facts.script, measured) if facts.script is not None else None
+    return Seen(measured, allocations.timeline, script)
 
 
 def fit_parts(taken: Taken, count: int, step_s: float) -> dict[str, float]:

@@ -25,7 +25,9 @@ from torch.utils.data import dataloader
 
 from ridgeline.doctor.interface import tell_missing
 from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline, tell_unheeded
+from ridgeline.doctor.model_look import Look, look_of
 from ridgeline.doctor.probe import Probe
+from ridgeline.doctor.seen import look_at_script
 from ridgeline.errors import RunError, UsageError
 from ridgeline.machine.roofline import ComputeFacts
 from ridgeline.train.job import Job
@@ -46,8 +48,12 @@ class _Watch:
         self.model: nn.Module | None = None
         self.roofline: ComputeFacts | None = None
         self.num_steps = 0
-        self.has_job = False
-        """Whether the script has given a model to `job.parallelize`."""
+        self.job: Job | None = None
+        """Of a script that has given a model to `job.parallelize`."""
+        self.look: Look | None = None
+        """Of that model, before it was arranged."""
+        self.workers = 0
+        """Processes of the loader that was asked for a batch last."""
         self._depth = 0
         self._is_due = False
 
@@ -66,13 +72,15 @@ class _Watch:
     @property
     def lacks_job(self) -> bool:
         """Whether what it is to be measured for cannot be done with it; known from the first step on."""
-        return self._options.climbs and not self.has_job
+        return self._options.climbs and self.job is None
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if self.lacks_job:
             raise Enough
         if self.probe is None:
             self.optimizer, self.model = optimizer, find_model(optimizer)
+            if self.look is None:
+                self.look = look_of(self.model) if self.model is not None else Look()
             device = next(p.device for g in optimizer.param_groups for p in g["params"])
             self.roofline = find_roofline(device, self._options.machine)
             options = self._options
@@ -115,11 +123,14 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
             f"{path} ended after {done} steps of an optimizer, and {needed} are needed; let it train "
             "longer, or give a smaller --steps"
         )
+    assert watch.optimizer is not None
+    assert watch.look is not None
     facts = Facts(
         source=f"script {path.name}",
         model=watch.model,
         optimizer=watch.optimizer,
         notes=tell_unheeded(options, probe.device),
+        script=look_at_script(watch.job, watch.model, watch.look, watch.workers, watch.optimizer),
     )
     return explain(probe, probe.finish(), facts, watch.roofline)
 
@@ -160,6 +171,7 @@ def _watched(watch: _Watch) -> Iterator[None]:
     before = loader.__next__, notes.__enter__, notes.__exit__, Job.parallelize
 
     def next_batch(self: Any) -> Any:
+        watch.workers = self._num_workers
         if watch.probe is None:
             return before[0](self)
         with watch.probe.waiting_for_data():
@@ -175,9 +187,10 @@ def _watched(watch: _Watch) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             watch.closed()
 
-    def parallelize(self: Job, *args: Any, **options: Any) -> Any:
-        watch.has_job = True
-        return before[3](self, *args, **options)
+    def parallelize(self: Job, model: nn.Module, *args: Any, **options: Any) -> Any:
+        if watch.job is None:
+            watch.job, watch.look = self, look_of(model)
+        return before[3](self, model, *args, **options)
 
     loader.__next__ = next_batch  # type: ignore[method-assign]
     notes.__enter__, notes.__exit__ = enter, leave  # type: ignore[method-assign]

@@ -29,8 +29,9 @@ from torch.utils.data import dataloader
 
 from ridgeline.doctor.candidate import device_facts, nudge_weights
 from ridgeline.doctor.interface import tell_missing
-from ridgeline.doctor.model_look import look_of
+from ridgeline.doctor.model_look import Look, look_of
 from ridgeline.doctor.script import Enough, no_checkpoints, run_script
+from ridgeline.doctor.seen import look_at_script
 from ridgeline.errors import UsageError
 from ridgeline.machine.describe import peak_memory_bytes
 from ridgeline.train.job import Job, JobLoader
@@ -49,7 +50,7 @@ class Turns:
         self._first: Optimizer | None = None
         self.device = torch.device("cpu")
         self.job: Job | None = None
-        self.look: dict[str, int] = {}
+        self.look = Look()
         self.batch = self.workers = 0
         self.nudge = 0.0
 
@@ -130,25 +131,14 @@ class Turns:
                 "unit": "samples" if self.batch else "steps",
                 "units_per_sample": 1,
                 "time": time.time(),
-                "seen": {
-                    "layout": str(self.job.layout),
-                    "look": self.look,
-                    "workers": self.workers,
-                    "fused": _is_settled(self._first),
-                },
+                "seen": asdict(
+                    look_at_script(self.job, None, self.look, self.workers, self._first)
+                ),
             }
         )
         self._losses = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _is_settled(optimizer: Optimizer) -> bool:
-    """Whether its update is fused, or not ours to choose."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        return True
-    groups = optimizer.param_groups
-    return any(g.get("fused") is not None or g.get("foreach") is not None for g in groups)
 
 
 @contextmanager
@@ -164,7 +154,7 @@ def watched(turns: Turns) -> Iterator[None]:
 
     def parallelize(self: Job, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         if turns.job is None:
-            turns.job, turns.look = self, asdict(look_of(model))
+            turns.job, turns.look = self, look_of(model)
             if turns.nudge:
                 nudge_weights(model, turns.nudge)
         return before[0](self, model, *args, **options)

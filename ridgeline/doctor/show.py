@@ -19,8 +19,9 @@ def show_verdict(
     verdict: Verdict,
     remedies: Sequence[str],
     compared: Sequence[Compared] = (),
+    more: str = "",
 ) -> str:
-    """`compared`: what was predicted of a run that has been measured."""
+    """`compared`: what was predicted of a run that has been measured; `more`: about its remedies."""
     lines = [verdict.sentence, "", _headline(measured), ""]
     limits = {c.name: class_limit(measured, c) for c in measured.classes}
     counts = {c.name: c for c in measured.classes}
@@ -68,6 +69,7 @@ def show_verdict(
             "",
             "remedies that apply, the most promising first:",
             *(f"  {r}" for r in remedies),
+            *([more] if more else []),
         ]
     lines += ["", *measured.notes] if measured.notes else []
     return "\n".join(lines)

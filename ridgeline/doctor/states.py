@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.config import RunConfig, dump_config
-from ridgeline.doctor.model_look import SCRIPT
 from ridgeline.doctor.remedies.contract import OPTIMIZER, Parts
+from ridgeline.doctor.seen import SeenScript, as_seen
 from ridgeline.doctor.spares import Spares, start
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import TUNE
@@ -296,7 +296,7 @@ class ScriptCandidate(Candidate):
         if "failed" in answer:
             raise _Failure(answer["failed"], answer.get("usage", False))
         if self._plain:
-            self.config = _as_seen(self.config, answer)
+            self.config = as_seen(self.config, SeenScript(**answer["seen"]))
         return self._take(answer, timed)
 
 
@@ -310,17 +310,6 @@ def script_settings(config: RunConfig) -> Settings:
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _as_seen(config: RunConfig, answer: dict[str, Any]) -> RunConfig:
-    seen = answer["seen"]
-    return dataclasses.replace(
-        config,
-        layout=seen["layout"],
-        model=dataclasses.replace(config.model, name=SCRIPT, args=seen["look"]),
-        data=dataclasses.replace(config.data, workers=seen["workers"], prefetch=2),
-        tune=dataclasses.replace(config.tune, fused_optimizer=seen["fused"]),
-    )
 
 
 def _to_measure(config: RunConfig, effort: Effort) -> RunConfig:
