@@ -27,7 +27,7 @@ from ridgeline.models.trace_facts import (
 )
 from ridgeline.models.trace_kernels import find_tensors
 from ridgeline.models.trace_record import Recorder
-from ridgeline.plan.module import MODES, Block, ModuleFacts
+from ridgeline.plan.module import MODES, Block, Experts, ModuleFacts
 
 SIZES = (2, 4)
 """Batches that are traced; batch norm refuses to train on one value a channel."""
@@ -338,9 +338,34 @@ def _blocks(
                 reduced_backward=amounts[1],
                 reductions_backward=len(reduced[1]),
                 logits=pairs["wide"].amount(unit.logits, pairs["wide"].large.units[index].logits),
+                experts=_experts(pairs, index, model),
             )
         )
     return merge_equal(blocks)
+
+
+def _experts(pairs: Mapping[str, Pair], index: int, model: nn.Module) -> tuple[Experts, ...]:
+    """Those of a unit that ranks could have some each of."""
+    calls = {
+        mode: list(zip(p.small.routed, p.large.routed, strict=True)) for mode, p in pairs.items()
+    }
+    found = []
+    for place, (small, large) in enumerate(calls["wide"]):
+        if small.unit != index:
+            continue
+        own = list(model.get_submodule(small.module).parameters())
+        found.append(
+            Experts(
+                number=len(own[0]),
+                chosen=small.chosen,
+                parameters=sum(p.numel() for p in own),
+                trainable=sum(p.numel() for p in own if p.requires_grad),
+                tokens=pairs["wide"].amount(small.tokens, large.tokens),
+                sent={mode: float(rows[place][0].row_bytes) for mode, rows in calls.items()},
+                returned={mode: float(rows[place][0].back_bytes) for mode, rows in calls.items()},
+            )
+        )
+    return tuple(found)
 
 
 def _is_cast(model: nn.Module, name: str) -> bool:

@@ -74,8 +74,9 @@ def unit_costs(pair: Pair) -> list[Costs]:
                 peak_backward=_both(pair, small.peaks_backward[0], large.peaks_backward[0]),
                 peak_gradients=_both(pair, small.peaks_gradients[0], large.peaks_gradients[0]),
                 output=sums.output(index),
-                split_backward=_each(pair, small.peaks_backward[1:], large.peaks_backward[1:]),
-                split_gradients=_each(pair, small.peaks_gradients[1:], large.peaks_gradients[1:]),
+                split_backward=_each(pair, small.peaks_backward[1:3], large.peaks_backward[1:3]),
+                split_gradients=_each(pair, small.peaks_gradients[1:3], large.peaks_gradients[1:3]),
+                spread_backward=_both(pair, small.peaks_backward[3], large.peaks_backward[3]),
                 at_loss=_both(pair, small.at_loss, large.at_loss),
             )
         )
@@ -101,7 +102,7 @@ def _is_result(storage: Storage, pair: Pair, unit: int) -> bool:
 
 
 def _both(pair: Pair, small: Sequence[int], large: Sequence[int]) -> Bytes:
-    """Whole, split and gathered bytes of both batches."""
+    """Bytes of both batches, in all their places."""
     return Bytes(*(pair.amount(a, b) for a, b in zip(small, large, strict=True)))
 
 
@@ -112,10 +113,10 @@ def _each(
 
 
 class _Totals:
-    """Whole, split and gathered bytes of both batches, added up."""
+    """Bytes of both batches, added up place by place."""
 
     def __init__(self) -> None:
-        self.small, self.large = [0, 0, 0], [0, 0, 0]
+        self.small, self.large = [0, 0, 0, 0], [0, 0, 0, 0]
 
     def add(self, place: int, small: int, large: int) -> None:
         self.small[place] += small
@@ -211,7 +212,7 @@ def _work(pair: Pair, unit: int, backward: bool, sums: _Sums, begin: int = 0) ->
         if small.attention is not None and large.attention is not None:
             attentions[_attention(pair, small, large)] += 1
         if _only_moves(small):
-            place = 1 if small.split else 2 if _gathers(small, sums) else 0
+            place = _place_of(small, sums)
             moved.setdefault(small.kind, _Totals()).add(place, _moves(small), _moves(large))
     fused_moved, fused_kernels = _fused(pair, [i for i, _, _ in kernels], sums)
     units = (pair.small.units[unit], pair.large.units[unit])
@@ -227,9 +228,13 @@ def _work(pair: Pair, unit: int, backward: bool, sums: _Sums, begin: int = 0) ->
     )
 
 
-def _gathers(kernel: Kernel, sums: _Sums) -> bool:
-    """Whether it makes what a split layer reads, of which every rank has all."""
-    return any(sums.all[number][0].gathered for number, _ in kernel.writes)
+def _place_of(kernel: Kernel, sums: _Sums) -> int:
+    """Where what it moves is: split, gathered where it makes what a split layer reads, of which every rank
+    has all, of experts where it makes their cast or gradient."""
+    written = [sums.all[number][0] for number, _ in kernel.writes]
+    if any(storage.of_experts for storage in written):
+        return 3
+    return 1 if kernel.split else 2 if any(storage.gathered for storage in written) else 0
 
 
 def _only_moves(kernel: Kernel) -> bool:
@@ -406,6 +411,9 @@ def merge_equal(blocks: Sequence[Block]) -> tuple[Block, ...]:
                     split_gradients=_largest(
                         cost.split_gradients, block.costs[mode].split_gradients
                     ),
+                    spread_backward=_larger(
+                        cost.spread_backward, block.costs[mode].spread_backward
+                    ),
                 )
                 for mode, cost in last.costs.items()
             }
@@ -435,6 +443,7 @@ def _alike(a: Block, b: Block) -> bool:
                 peak_gradients=nothing,
                 split_backward=(),
                 split_gradients=(),
+                spread_backward=nothing,
                 saved_compiled=nothing,
             )
             for mode, cost in block.costs.items()

@@ -68,6 +68,8 @@ class Storage:
     lent: bool = False
     """What a split layer was called with: gathered beside a rank's part until the call is over, and cast
     to what the layer reads."""
+    of_experts: bool = False
+    """Weights of experts that lie side by side, their casts and their gradients."""
     kind: str = "made"
     """`made`, `parameter`, `buffer`, `input` or `weight` (a parameter in another type)."""
     producer: int = -1
@@ -84,7 +86,9 @@ class Storage:
 
     @property
     def place(self) -> int:
-        """Among bytes that are whole, split and gathered."""
+        """Among bytes that are whole, split, gathered, and of experts' weights."""
+        if self.of_experts:
+            return 3
         return 1 if self.split else 2 if self.gathered or self.lent else 0
 
 
@@ -188,6 +192,16 @@ def is_kept(name: str, read: list[Tensor], written: Tensor) -> bool:
     if name in ("bmm", "baddbmm"):
         return written.numel() <= sum(tensor.numel() for tensor in read[-2:])
     return name in ("mm", "addmm", "_grouped_mm", "convolution", "attention")
+
+
+def is_of_experts(name: str, written: Tensor, read: list[Tensor], sources: list[Storage]) -> bool:
+    """Whether a result is as large as the experts' weights are: their cast, or their gradient."""
+    if name == "_grouped_mm":
+        return all(tensor.dim() == 2 for tensor in read)
+    return any(
+        source.of_experts and tensor.numel() == written.numel()
+        for source, tensor in zip(sources, read, strict=True)
+    )
 
 
 def is_result_split(name: str, role: str, backward: bool, split: bool, reads_weight: bool) -> bool:

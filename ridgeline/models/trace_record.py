@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ridgeline.models.experts import argument, is_stack, read_call, why_whole
 from ridgeline.models.grouped import grouped_flops, grouped_sizes
 from ridgeline.models.trace_kernels import (
     BATCH_NORMS,
@@ -34,6 +35,7 @@ from ridgeline.models.trace_kernels import (
     halo_of,
     is_kept,
     is_linear,
+    is_of_experts,
     is_pointwise,
     is_result_split,
     kind_of,
@@ -45,10 +47,16 @@ from ridgeline.models.trace_kernels import (
 )
 
 _Moment = tuple[int, ...]
-"""Whole, split and gathered bytes that are alive."""
-RANKS: Final = ((1.0, 1.0, 1.0), (1.0, 1 / 8, 1.0), (1 / 8, 1 / 8, 1.0))
-"""What of those a rank has: alone, one of eight that split layers, the same with the sequence cut. The
-worst moment of a block is not the same one for all."""
+"""Bytes that are alive: whole, split, gathered, and of experts' weights."""
+NONE: Final = (0, 0, 0, 0)
+RANKS: Final = (
+    (1.0, 1.0, 1.0, 1.0),
+    (1.0, 1 / 8, 1.0, 1.0),
+    (1 / 8, 1 / 8, 1.0, 1.0),
+    (1.0, 1.0, 1.0, 1 / 8),
+)
+"""What of those a rank has: alone, one of eight that split layers, the same with the sequence cut, one of
+eight that share experts. The worst moment of a block is not the same one for all."""
 
 
 @dataclass
@@ -60,22 +68,36 @@ class Unit:
     inputs: set[int] = field(default_factory=set)
     """Storages that the block was called with."""
     modules: list[str] = field(default_factory=list)
-    peak_forward: tuple[int, ...] = (0, 0, 0)
-    """Whole, split and gathered."""
-    peaks_backward: list[_Moment] = field(default_factory=lambda: [(0, 0, 0)] * len(RANKS))
+    peak_forward: tuple[int, ...] = NONE
+    peaks_backward: list[_Moment] = field(default_factory=lambda: [NONE] * len(RANKS))
     """By `RANKS`."""
-    peaks_gradients: list[_Moment] = field(default_factory=lambda: [(0, 0, 0)] * len(RANKS))
-    at_loss: _Moment = (0, 0, 0)
+    peaks_gradients: list[_Moment] = field(default_factory=lambda: [NONE] * len(RANKS))
+    at_loss: _Moment = NONE
     """Alive when a loss of split classes begins, the logits too."""
     logits: int = 0
     """Elements of those."""
-    before: tuple[int, ...] = (0, 0, 0)
+    before: tuple[int, ...] = NONE
     """Kept by the units before it."""
-    gradients: list[int] = field(default_factory=lambda: [0, 0, 0])
+    gradients: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     """Of its parameters, so far."""
     views: list[int] = field(default_factory=lambda: [0, 0])
     stops_at: int = 0
     """The first kernel after the last tensor that forward keeps: what follows is not recomputed."""
+
+
+@dataclass
+class Routed:
+    """One call of experts that lie side by side."""
+
+    unit: int
+    module: str
+    tokens: int
+    chosen: int
+    """Experts for each token."""
+    row_bytes: int
+    """Of a token as it goes in."""
+    back_bytes: int = 0
+    """Of what comes out for it."""
 
 
 def _weigh(moment: _Moment, shares: tuple[float, ...]) -> float:
@@ -105,14 +127,18 @@ class Recorder(TorchDispatchMode):
         self.stack: list[str] = []
         self.events: list[tuple[int, int, str]] = [(0, 0, "")]
         self.backward = self.muted = False
-        self.live = [0, 0, 0]
-        self.kept = [0, 0, 0]
+        self.live = [0, 0, 0, 0]
+        self.kept = [0, 0, 0, 0]
         self.pairs: dict[str, set[str]] = {}
         """Found row-split layers and the column-split ones before them."""
         self.broken: set[str] = set()
         self.reduced: list[tuple[int, str, bool, int]] = []
         """Unit, module, whether in backward, elements."""
         self._column_inputs: set[int] = set()
+        self.routed: list[Routed] = []
+        self._stacks = frozenset(
+            id(module) for module in model.modules() if is_stack(module) and not why_whole(module)
+        )
         self.numbers: dict[str, int] = {}
         """Storages of parameters."""
         for name, parameter in model.named_parameters():
@@ -171,6 +197,19 @@ class Recorder(TorchDispatchMode):
         self._mark(name)
         if self.roles.get(name) in ("column", "head"):
             self._note_column_input(name, find_tensors((args, kwargs)))
+        if id(module) in self._stacks:
+            self._note_routed(name, args, kwargs)
+
+    def _note_routed(self, name: str, args: Any, kwargs: Any) -> None:
+        call = read_call(args, kwargs)
+        if isinstance(call, str):
+            return
+        rows = argument(args, kwargs, call.rows)
+        tokens, chosen = argument(args, kwargs, call.index).shape
+        size = rows.shape[-1] * rows.element_size()
+        for _, parameter in self.model.get_submodule(name).named_parameters():
+            self._storage(parameter, "parameter").of_experts = True
+        self.routed.append(Routed(len(self.units) - 1, name, tokens, chosen, size))
 
     def _name(self, module: nn.Module) -> str:
         """Of a module that several others share, the name that the one at work has for it."""
@@ -188,6 +227,9 @@ class Recorder(TorchDispatchMode):
             return
         name = self.stack.pop()
         self._follow(module, name, args, output)
+        last = self.routed[-1] if self.routed else None
+        if last is not None and last.module == name and isinstance(output, Tensor):
+            last.back_bytes = output.shape[-1] * output.element_size()
         if id(module) in self.block_names:
             self._begin_unit(f"after {name}", None)
         self._mark(self.stack[-1] if self.stack else "")
@@ -347,7 +389,7 @@ class Recorder(TorchDispatchMode):
         if name == "_grouped_mm":
             shapes = [t.shape for t in reads]
             flops = grouped_flops(*shapes)
-            product = ("batched", grouped_sizes(*shapes, facts["groups"]), "", 0)
+            product = ("grouped", grouped_sizes(*shapes, facts["groups"]), "", 0)
         if name == "attention":
             query, key, value = reads[:3]
             attention = {
@@ -408,6 +450,8 @@ class Recorder(TorchDispatchMode):
                 storage.producer = index
                 self._set_place(storage, result_split, pending)
                 storage.is_product |= is_kept(name, read, tensor)
+                if is_of_experts(name, tensor, read, sources):
+                    self._set_of_experts(storage)
                 storage.is_mask = name == "native_dropout" and tensor.dtype == torch.bool
         if name == "_log_softmax" and split and not self.backward:
             self._note_loss(made, written[0].numel())
@@ -457,9 +501,17 @@ class Recorder(TorchDispatchMode):
             now[storage.place] -= storage.num_bytes
         unit.at_loss, unit.logits = tuple(now), logits
 
+    def _set_of_experts(self, storage: Storage) -> None:
+        before = storage.place
+        storage.of_experts = True
+        self._moved(storage, before)
+
     def _set_place(self, storage: Storage, split: bool, gathered: bool, lent: bool = False) -> None:
         before = storage.place
         storage.split, storage.gathered, storage.lent = split, gathered, lent
+        self._moved(storage, before)
+
+    def _moved(self, storage: Storage, before: int) -> None:
         if storage.place != before and storage.kind in ("made", "weight"):
             self.live[before] -= storage.num_bytes
             self.live[storage.place] += storage.num_bytes

@@ -19,8 +19,8 @@ from ridgeline.plan.job import Placed
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.layer import Cost, LayerCost
 from ridgeline.plan.machine import Device, Machine
-from ridgeline.plan.module import Amount, Block, Bytes, ModuleFacts, Product, Work
-from ridgeline.plan.network import Group, collective_s, point_to_point_s
+from ridgeline.plan.module import Amount, Block, Bytes, Experts, ModuleFacts, Product, Work
+from ridgeline.plan.network import Group, collective_s, group_of, point_to_point_s
 from ridgeline.plan.own import MIXED, STRIDED, UPCAST, is_half, own_recompute
 from ridgeline.plan.software import RIDGELINE, Software
 
@@ -35,6 +35,11 @@ SPREAD: Final = 0.16
 """How much more it is with sequence parallelism."""
 HEADS: Final = (32, 64, 96, 128, 192, 256)
 """Widths of a head that fused attention has kernels for; others are filled up to the next."""
+INDEX_BYTES: Final = 8
+WEIGHT_BYTES: Final = 4
+"""Bytes of a number that says where a row goes, and of an expert's weight for a token."""
+ROUTE_KERNELS: Final = (36, 22)
+"""Kernels, forward and backward, that finding the way of tokens and moving them takes."""
 FLASH_BACK: Final = 2
 """Kernels of fused attention's backward besides the largest."""
 
@@ -50,6 +55,8 @@ class ModuleJob(Placed):
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    ep: int = 1
+    """Ranks that share the experts of a layer, taken from the replicas."""
     virtual: int = 1
     zero: int = 0
     shard: int = 0
@@ -83,8 +90,20 @@ class ModuleJob(Placed):
     def part(self) -> Share:
         return Share(
             self.samples, self.tp, self.sp, self.spatial, self.mode, self.precision,
-            self.software.compiled, self.zero == 3,
+            self.software.compiled, self.zero == 3, self.ep,
         )  # fmt: skip
+
+    def ep_group(self) -> Group:
+        return group_of(self.machine, self.ep, self.tp)
+
+    def copies_group(self) -> Group:
+        """Ranks with the same experts."""
+        return group_of(self.machine, self.dp // self.ep, self.tp * self.ep)
+
+    @property
+    def expert_sharers(self) -> int:
+        """Of those, the ones that share one copy of sharded state."""
+        return max(1, self.sharers // self.ep)
 
     @cached_property
     def stages(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -121,6 +140,7 @@ class Share:
     compiled: bool = False
     sharded: bool = False
     """Weights are gathered before use."""
+    ep: int = 1
 
     @property
     def tiles(self) -> int:
@@ -129,7 +149,8 @@ class Share:
     def bytes(self, amount: Bytes) -> float:
         samples = self.samples / self.tiles
         whole = amount.whole.at(samples) / (self.tp if self.sp else 1)
-        return whole + amount.gathered.at(samples) + amount.split.at(samples) / self.tp
+        apart = amount.experts.at(samples) / self.ep
+        return whole + apart + amount.gathered.at(samples) + amount.split.at(samples) / self.tp
 
 
 def module_job(
@@ -145,6 +166,7 @@ def module_job(
         dp=layout.dp,
         tp=layout.tp,
         pp=layout.pp,
+        ep=layout.ep,
         virtual=layout.virtual,
         zero=layout.zero if layout.dp > 1 else 0,
         shard=layout.shard or 0,
@@ -178,11 +200,30 @@ def check_module(model: ModuleFacts, layout: Layout) -> None:
             f"spatial of {layout} is not for {model.name}: it has no convolutions over an image; leave "
             "spatial out"
         )
+    _check_experts(model, layout)
     most = model.most_stages
     if layout.pp * layout.virtual > most:
         raise UsageError(
             f"{layout.pp * layout.virtual} stages of {layout} are more than the {most} parts that "
             f"{model.name} can be cut into; use pp={most} or less"
+        )
+
+
+def _check_experts(model: ModuleFacts, layout: Layout) -> None:
+    if layout.ep == 1:
+        return
+    found = [one for block in model.blocks for one in block.experts]
+    if not found:
+        raise UsageError(
+            f"ep={layout.ep} of {layout} is not for {model.name}: the trace found no module with stacked "
+            "weights that is called with tokens, the numbers of their experts and their weights; leave ep "
+            "out"
+        )
+    odd = next((one.number for one in found if one.number % layout.ep), None)
+    if odd is not None:
+        raise UsageError(
+            f"ep={layout.ep} of {layout} does not divide the {odd} experts of a layer of {model.name}; use "
+            "a divisor of it"
         )
 
 
@@ -203,6 +244,10 @@ def product_s(device: Device, product: Product, part: Share) -> float:
     }  # fmt: skip
     if product.split:
         sizes[product.split] /= part.tp
+    if product.kind == "grouped" and part.ep > 1:
+        # As many rows come from the others as go there, for fewer experts.
+        sizes["batch"] /= part.ep
+        sizes["m" if product.m.per_sample else "k"] *= part.ep
     precision = part.precision
     if product.kind != "convolution":
         m, n, k, batch = (max(1, round(sizes[name])) for name in ("m", "n", "k", "batch"))
@@ -248,7 +293,9 @@ def _direction(device: Device, work: Work, part: Share, backward: bool) -> Cost:
 
 
 @lru_cache(maxsize=65536)
-def block_cost(machine: Machine, block: _Key, part: Share, tp_group: Group) -> LayerCost:
+def block_cost(
+    machine: Machine, block: _Key, part: Share, tp_group: Group, ep_group: Group
+) -> LayerCost:
     """Forward and backward of one block on one rank."""
     it = block.block
     costs = it.costs[part.mode]
@@ -256,13 +303,16 @@ def block_cost(machine: Machine, block: _Key, part: Share, tp_group: Group) -> L
     backward = _direction(machine.device, costs.backward, part, True)
     if part.sharded and not part.compiled:
         # Gathered pieces are copied into weights, twice; gradients into pieces of float32.
-        count, trained = it.parameters_of(part.tp), it.trainable_of(part.tp)
+        count, trained = it.parameters_of(part.tp, part.ep), it.trainable_of(part.tp, part.ep)
         forward += Cost(elementwise=moved_s(machine.device, 4.0 * count, 0))
         copied = 4.0 * count + 6.0 * UPCAST * trained
         backward += Cost(elementwise=moved_s(machine.device, copied, 0))
     if part.tp > 1:
         forward += _summed(machine, it.reduced_forward, it.reductions_forward, part, tp_group)
         backward += _summed(machine, it.reduced_backward, it.reductions_backward, part, tp_group)
+    for experts in it.experts if part.ep > 1 else ():
+        there, back = travel_cost(machine, experts, part, ep_group)
+        forward, backward = forward + there, backward + back
     if part.tiles > 1:
         halo = _halos(machine, it, part)
         forward, backward = forward + halo, backward + halo
@@ -300,7 +350,8 @@ class _Key:
 
 def cost_of(job: ModuleJob, index: int) -> LayerCost:
     """Of one of the module's blocks in a job, without recompute."""
-    return block_cost(job.machine, _Key(job.model, index), job.part, job.tp_group())
+    key = _Key(job.model, index)
+    return block_cost(job.machine, key, job.part, job.tp_group(), job.ep_group())
 
 
 def again_of(job: ModuleJob, index: int) -> Cost:
@@ -343,6 +394,38 @@ def _halos(machine: Machine, block: Block, part: Share) -> Cost:
                 total += 2 * halo.count * point_to_point_s(machine, num_bytes, crosses)
                 count += 2 * halo.count
     return Cost(communication=total, kernels=2 * count)
+
+
+def travel_bytes(experts: Experts, part: Share) -> tuple[float, float, float]:
+    """Of a microbatch of one rank, what it sends to all ranks, itself among them: the tokens, their errands
+    (which token, which expert, with which weight), and what comes back."""
+    tokens = experts.tokens.at(part.samples)
+    visits = tokens * experts.visits(part.ep)
+    errands = (2 * INDEX_BYTES + WEIGHT_BYTES) * experts.chosen * tokens
+    return visits * experts.sent[part.mode], errands, visits * experts.returned[part.mode]
+
+
+def travel_cost(machine: Machine, experts: Experts, part: Share, group: Group) -> tuple[Cost, Cost]:
+    """Tokens to the ranks of their experts and back, forward and backward: `parallel/expert/stacked.py`."""
+    sent, errands, returned = travel_bytes(experts, part)
+    pairs = experts.tokens.at(part.samples) * experts.chosen * experts.sent[part.mode]
+    results = experts.tokens.at(part.samples) * experts.chosen * experts.returned[part.mode]
+    weights = errands * WEIGHT_BYTES / (2 * INDEX_BYTES + WEIGHT_BYTES)
+
+    def all_to_all(*sizes: float) -> float:
+        return sum(collective_s(machine, "all_to_all", size, group) for size in sizes)
+
+    # Rows are put in order, spread out to pairs of a token and an expert, summed for each token on the rank
+    # that had it, and added up where they came from; backward undoes the same.
+    moved = 2.0 * sent + 2.0 * pairs + (results + returned) + 2.0 * returned
+    counts = 2.0 * INDEX_BYTES * part.ep
+    there = all_to_all(counts, errands - weights, weights, sent, returned)
+    back = all_to_all(returned, sent, weights)
+    forward, backward = ROUTE_KERNELS
+    return (
+        Cost(0.0, 0.0, moved_s(machine.device, moved, forward), there, forward),
+        Cost(0.0, 0.0, moved_s(machine.device, moved, backward), back, backward),
+    )
 
 
 # Blocks into stages

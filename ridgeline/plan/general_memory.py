@@ -11,8 +11,8 @@ import math
 from functools import lru_cache
 from typing import Final
 
-from ridgeline.plan.general import ModuleJob, recomputes
-from ridgeline.plan.general_time import parameters_of, sent_bytes, trainable_of
+from ridgeline.plan.general import INDEX_BYTES, ModuleJob, recomputes, travel_bytes
+from ridgeline.plan.general_time import experts_of, parameters_of, sent_bytes, trainable_of
 from ridgeline.plan.kernels import element_bytes
 from ridgeline.plan.memory import StepMemory, gradient_bytes, in_flight
 from ridgeline.plan.module import Block, ModuleFacts
@@ -32,11 +32,12 @@ def own_bytes(job: ModuleJob) -> float:
     return job.model.parameter_bytes / max(job.model.num_parameters, 1)
 
 
-def _kept(job: ModuleJob, block: Block) -> float:
+def kept_bytes(job: ModuleJob, block: Block) -> float:
     """What a block keeps for backward, a microbatch."""
     costs = block.costs[job.mode]
     if not recomputes(job, block):
-        return job.bytes(costs.saved_compiled if job.software.compiled else costs.saved)
+        kept = job.bytes(costs.saved_compiled if job.software.compiled else costs.saved)
+        return kept + _routes(job, block)
     inputs = job.bytes(costs.saved_full) / _stretch(job, block)
     return inputs if job.recompute == "full" else inputs + _results(job, block)
 
@@ -47,9 +48,28 @@ def _results(job: ModuleJob, block: Block) -> float:
     return job.bytes(costs.saved_selective) - job.bytes(costs.saved_full)
 
 
+def _routes(job: ModuleJob, block: Block) -> float:
+    """What backward needs to know of the way that tokens took to their experts."""
+    total = 0.0
+    for one in block.experts if job.ep > 1 else ():
+        tokens = one.tokens.at(job.samples)
+        total += INDEX_BYTES * tokens * (2 * one.visits(job.ep) + 3 * one.chosen)
+    return total
+
+
+def _on_the_way(job: ModuleJob, block: Block) -> float:
+    """Tokens that have come, one by one and for each of their experts, and what goes back."""
+    most = 0.0
+    for one in block.experts if job.ep > 1 else ():
+        sent, _, returned = travel_bytes(one, job.part)
+        pairs = one.tokens.at(job.samples) * one.chosen
+        most = max(most, sent + pairs * one.returned[job.mode] + returned)
+    return most
+
+
 def _kept_each(job: ModuleJob, block: Block) -> float:
     """The same without copies of weights, which microbatches share."""
-    kept = _kept(job, block)
+    kept = kept_bytes(job, block)
     if recomputes(job, block) or job.software.compiled:
         return kept
     return kept - job.bytes(block.costs[job.mode].casts)
@@ -77,21 +97,33 @@ def module_stage_memory(job: ModuleJob, rank: int) -> StepMemory:
     # ZeRO-2 widens its shard for the update, beside what it has.
     at_update = (3.0 if job.zero == 2 and half else 1.0) * each * trained
     gradients = 0.0
-    if accumulates or job.zero == 1:
+    if accumulates or job.zero == 1 or (job.ep > 1 and not job.zero):
         gradients, each = each * trained, 0.0
     flight = in_flight(job.schedule, job.pp, job.microbatches, job.virtual, job.group)[rank]
     others = (flight / job.virtual - 1) * sum(n * _kept_each(job, block) for block, n in blocks)
     kept, working = _largest(job, blocks, each)
     if at_update - gradients > kept + working + max(others, 0.0):
         kept, working, others = 0.0, at_update - gradients, 0.0
+    # A rank's part of the experts is whole in every stage of ZeRO but for its optimizer state.
+    experts, learning = experts_of(job, rank)
+    low = 2.0 if half else own
+    weights += low * learning + own * (experts - learning)
+    optimizer += (
+        (slots + (4.0 if half else 0.0)) * learning / (job.expert_sharers if job.zero else 1)
+    )
+    gradients += low * learning
     gathered = 0.0
     if job.zero == 3:
         # What is in no block stays gathered, and of blocks the one at work and the next; in a pipeline
         # all of a stage does through the step, and its gradients add up in float32 until its end.
-        sizes = [(n * b.parameters_of(job.tp), b.recompute == "block") for b, n in blocks]
+        sizes = [(n * b.parameters_of(job.tp, job.ep), b.recompute == "block") for b, n in blocks]
         loose = sum(size for size, is_block in sizes if job.pp > 1 or not is_block)
         most = max(
-            (b.parameters_of(job.tp) for b, _ in blocks if job.pp == 1 and b.recompute == "block"),
+            (
+                b.parameters_of(job.tp, job.ep)
+                for b, _ in blocks
+                if job.pp == 1 and b.recompute == "block"
+            ),
             default=0.0,
         )
         wide = element_bytes(_computed(job))
@@ -130,13 +162,13 @@ def _largest(job: ModuleJob, blocks: list[tuple[Block, int]], each: float) -> tu
     starts = []
     for block, n in blocks:
         starts.append(before)
-        before += n * _kept(job, block)
+        before += n * kept_bytes(job, block)
     worst = (0.0, 0.0)
     copies, later = 0.0, 0.0
     for (block, n), start in zip(reversed(blocks), reversed(starts), strict=True):
         # The last of equal blocks has most before it, the first has most gradients behind it.
-        per_block = _kept(job, block)
-        trained = block.trainable_of(job.tp)
+        per_block = kept_bytes(job, block)
+        trained = block.trainable_of(job.tp, job.ep)
         gradient = each * trained
         back = _backward(job, block, each > 0 and job.zero == 0)
         if job.zero == 2:
@@ -154,8 +186,8 @@ def _largest(job: ModuleJob, blocks: list[tuple[Block, int]], each: float) -> tu
             # Not kept, but autocast holds its copies of weights until forward is over.
             copies += n * job.bytes(block.costs[job.mode].casts)
         ahead = job.bytes(block.costs[job.mode].peak_forward)
-        ahead = max(ahead, _split_loss(job, block)) + copies
-        worst = max(worst, (start + (n - 1) * _kept(job, block), ahead), key=sum)
+        ahead = max(ahead + _on_the_way(job, block), _split_loss(job, block)) + copies
+        worst = max(worst, (start + (n - 1) * kept_bytes(job, block), ahead), key=sum)
     return worst
 
 
@@ -174,6 +206,8 @@ def _backward(job: ModuleJob, block: Block, gradients: bool) -> float:
     if job.tp > 1:
         split = costs.split_gradients if gradients else costs.split_backward
         peak = max(peak, *map(job.bytes, split), 0.0)
+    if job.ep > 1:
+        peak = max(peak, job.bytes(costs.spread_backward)) + _on_the_way(job, block)
     if job.software.compiled:
         peak -= job.bytes(costs.saved) - job.bytes(costs.saved_compiled)
     if recomputes(job, block):

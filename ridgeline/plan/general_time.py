@@ -51,9 +51,15 @@ def _stages(job: ModuleJob) -> list[Stage]:
 
 
 def parameters_of(job: ModuleJob, rank: int) -> float:
-    """Of one stage on one tensor-parallel rank."""
-    own = sum(count * block.parameters_of(job.tp) for block, count in job.blocks_of(rank))
+    """Of one stage on one tensor-parallel rank, but for experts that it shares with others."""
+    own = sum(count * block.parameters_of(job.tp, job.ep) for block, count in job.blocks_of(rank))
     return own + _tied(job, rank)
+
+
+def experts_of(job: ModuleJob, rank: int) -> tuple[float, float]:
+    """Parameters of those, and the ones that have gradients; none without `ep`."""
+    found = [(count, *block.experts_of(job.ep)) for block, count in job.blocks_of(rank)]
+    return sum(n * a for n, a, _ in found), sum(n * b for n, _, b in found)
 
 
 def _tied(job: ModuleJob, rank: int) -> float:
@@ -67,7 +73,7 @@ def _tied(job: ModuleJob, rank: int) -> float:
 
 def trainable_of(job: ModuleJob, rank: int) -> float:
     """Of those, the ones that have gradients."""
-    own = sum(count * block.trainable_of(job.tp) for block, count in job.blocks_of(rank))
+    own = sum(count * block.trainable_of(job.tp, job.ep) for block, count in job.blocks_of(rank))
     return own + _tied(job, rank)
 
 
@@ -83,8 +89,8 @@ def _timed(job: ModuleJob) -> tuple[list[Stage], list[list[float]], list[list[fl
         for place, chunk in enumerate(job.chunks_of(rank)):
             blocks = job.model.blocks
             counts = (
-                sum(n * blocks[i].parameters_of(job.tp) for i, n in chunk),
-                sum(n * blocks[i].trainable_of(job.tp) for i, n in chunk),
+                sum(n * blocks[i].parameters_of(job.tp, job.ep) for i, n in chunk),
+                sum(n * blocks[i].trainable_of(job.tp, job.ep) for i, n in chunk),
             )
             f, b = _sharded_extra(job, *counts, forward[rank][place], backward[rank][place])
             forward[rank][place] += f
@@ -143,14 +149,20 @@ def module_bound_s(job: ModuleJob) -> float:
 
 def module_least_bytes(job: ModuleJob) -> float:
     """Weights and optimizer state as sharded, of the stage that has least."""
-    count = min(trainable_of(job, rank) for rank in range(job.pp))
+    return min(_least_of(job, rank) for rank in range(job.pp))
+
+
+def _least_of(job: ModuleJob, rank: int) -> float:
+    count, experts = trainable_of(job, rank), experts_of(job, rank)[1]
     slots = 4.0 * job.model.optimizer_slots
     own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
+    if not job.zero:
+        return (own + slots) * (count + experts)
+    low = min(2.0, own)
+    apart = (low + slots / job.expert_sharers) * experts
     if job.zero == 3:
-        return (own + slots) * count / job.sharers
-    if job.zero:
-        return min(2.0, own) * count + slots * count / job.sharers
-    return (own + slots) * count
+        return (own + slots) * count / job.sharers + apart
+    return low * count + slots * count / job.sharers + apart
 
 
 def module_flops(job: ModuleJob) -> float:
@@ -233,9 +245,10 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
     own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
     weight, gradient = own_wire(job.zero, job.precision)
     wire = (gradient if job.zero else own) * count
+    apart = _experts_reduced_s(job, rank)
     if job.zero == 3:
         if not job.shard or job.shard == job.dp:
-            return 0.0
+            return apart
         across = Group(job.dp // job.shard, 1)
         seconds = collective_s(machine, "all_reduce", wire / job.shard, across)
     elif job.zero:
@@ -248,12 +261,22 @@ def _gradients_s(job: ModuleJob, rank: int, backward_s: float) -> float:
     if job.pp > 1 and rank in (0, job.pp - 1) and job.model.tied_parameters:
         tied = 2.0 * _tied(job, job.pp - 1)
         seconds += point_to_point_s(machine, tied, job.crosses_nodes(0))
-    return late + (
-        exposed_s(job.machine, seconds, backward_s) if job.software.overlap_dp else seconds
-    )
+    if not job.software.overlap_dp or (job.ep > 1 and not job.zero):
+        return late + seconds + apart
+    return late + exposed_s(job.machine, seconds, backward_s) + apart
+
+
+def _experts_reduced_s(job: ModuleJob, rank: int) -> float:
+    """Of experts that not all ranks have: when backward is over, which nothing hides."""
+    trained = experts_of(job, rank)[1]
+    own = job.model.parameter_bytes / max(job.model.num_parameters, 1)
+    low = own_wire(1, job.precision)[0]
+    wire = (min(low, own) if job.zero else own) * trained
+    return collective_s(job.machine, "all_reduce", wire, job.copies_group())
 
 
 def _optimizer_s(job: ModuleJob, rank: int) -> float:
     count = trainable_of(job, rank) / (job.sharers if job.zero else 1)
+    count += experts_of(job, rank)[1] / (job.expert_sharers if job.zero else 1)
     moved = job.software.optimizer_bytes_moved - 8.0 * (2 - job.model.optimizer_slots)
     return moved_s(job.machine.device, moved * count, 20)

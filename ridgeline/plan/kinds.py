@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isqrt
+from math import gcd, isqrt
 from typing import Any, Final
 
 from ridgeline.layout import Layout
@@ -54,6 +54,7 @@ class Choices:
     most_stages: int
     """Parts that a pipeline can be cut into."""
     spatial: tuple[tuple[int, int], ...] = ((1, 1),)
+    ep: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,14 @@ def _module_choices(model: ModuleFacts, machine: Machine) -> Choices:
         cp=(1,),
         most_stages=model.most_stages,
         spatial=tuple(tiles),
+        ep=_expert_parts(model),
     )
+
+
+def _expert_parts(model: ModuleFacts) -> tuple[int, ...]:
+    """What the experts of all layers can be divided into."""
+    numbers = [one.number for block in model.blocks for one in block.experts]
+    return divisors(gcd(*numbers)) if numbers else (1,)
 
 
 def _transformer_flops(job: Job) -> float:

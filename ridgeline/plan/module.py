@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,20 +46,25 @@ class Amount:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes that every tensor-parallel rank has, bytes that such ranks divide among them, and bytes that
-    every rank has even where what is whole is divided along the sequence: inputs of split layers."""
+    """Bytes that every tensor-parallel rank has, bytes that such ranks divide among them, bytes that every
+    rank has even where what is whole is divided along the sequence (inputs of split layers), and bytes
+    that ranks divide who share experts: casts and gradients of their weights."""
 
     whole: Amount = Amount()
     split: Amount = Amount()
     gathered: Amount = Amount()
+    experts: Amount = Amount()
 
     @property
     def total(self) -> Amount:
-        return self.whole + self.split + self.gathered
+        return self.whole + self.split + self.gathered + self.experts
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(
-            self.whole + other.whole, self.split + other.split, self.gathered + other.gathered
+            self.whole + other.whole,
+            self.split + other.split,
+            self.gathered + other.gathered,
+            self.experts + other.experts,
         )
 
 
@@ -67,7 +73,7 @@ class Product:
     """`count` equal products of (m, k) and (k, n), or convolutions as implicit ones."""
 
     kind: str
-    """`matrix`, `batched` or `convolution`."""
+    """`matrix`, `batched`, `grouped` (of experts, which ranks can have some each of) or `convolution`."""
     m: Amount
     n: Amount
     k: Amount
@@ -159,10 +165,40 @@ class Costs:
     """As `peak_backward`, but what would be most on a rank of several that split layers: without and with
     the sequence cut among them."""
     split_gradients: tuple[Bytes, ...] = ()
+    spread_backward: Bytes = Bytes()
+    """The same on one of several ranks that share experts."""
     last: Work = Work()
     """Of `forward`, what follows the last tensor that is kept: full recompute of a block leaves it out."""
     at_loss: Bytes = Bytes()
     """What is there when a loss of split classes begins, the logits too."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts whose weights lie side by side in one module, of which ranks can have some each."""
+
+    number: int
+    chosen: int
+    """That a token goes to."""
+    parameters: int
+    """Of all of them."""
+    trainable: int
+    tokens: Amount
+    sent: dict[str, float]
+    """Bytes of a token on its way to them, by mode."""
+    returned: dict[str, float]
+    """And of what comes back for it."""
+
+    def visits(self, ranks: int) -> float:
+        """Ranks of so many that a token goes to, itself among them, were its experts drawn evenly.
+
+        >>> one = Experts(8, 2, 0, 0, Amount(), {}, {})
+        >>> one.visits(1), round(one.visits(2), 4), round(one.visits(8), 4)
+        (1.0, 1.5714, 2.0)
+        """
+        each = self.number // ranks
+        none = math.comb(self.number - each, self.chosen) / math.comb(self.number, self.chosen)
+        return ranks * (1.0 - none)
 
 
 @dataclass(frozen=True)
@@ -216,17 +252,32 @@ class Block:
     reductions_backward: int = 0
     logits: Amount = Amount()
     """Elements that a cross-entropy reads of which tensor-parallel ranks divide the classes."""
+    experts: tuple[Experts, ...] = ()
+    """Theirs are among the block's parameters."""
 
     @property
     def count(self) -> int:
         return len(self.names)
 
-    def parameters_of(self, tp: int) -> float:
-        return self.parameters - self.split_parameters * (1.0 - 1.0 / tp)
+    def parameters_of(self, tp: int, ep: int = 1) -> float:
+        """What a rank has that is no expert which it shares with others: see `experts_of`."""
+        own = self.parameters - self.split_parameters * (1.0 - 1.0 / tp)
+        return own - (sum(e.parameters for e in self.experts) if ep > 1 else 0)
 
-    def trainable_of(self, tp: int) -> float:
+    def trainable_of(self, tp: int, ep: int = 1) -> float:
         """Of those, the ones that have gradients."""
+        if ep > 1:
+            return self.trainable - sum(e.trainable for e in self.experts)
         return self.parameters_of(tp) * self.trainable / self.parameters if self.parameters else 0.0
+
+    def experts_of(self, ep: int) -> tuple[float, float]:
+        """Parameters of a rank's part of the experts, and those that have gradients; none where every rank
+        has all of them, with the rest of the block."""
+        if ep == 1:
+            return 0.0, 0.0
+        return sum(e.parameters for e in self.experts) / ep, sum(
+            e.trainable for e in self.experts
+        ) / ep
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,7 +340,7 @@ class ModuleFacts:
 
 _INNER: Final[dict[str, Any]] = {
     "blocks": Block, "leaves": Leaf, "products": Product, "attention": Attention, "halos": Halo,
-    "costs": Costs, "moved": Bytes, "split_backward": Bytes, "split_gradients": Bytes,
+    "costs": Costs, "moved": Bytes, "experts": Experts, "split_backward": Bytes, "split_gradients": Bytes,
 }  # fmt: skip
 
 
@@ -334,7 +385,8 @@ def _build(cls: type[Any], values: Mapping[str, Any]) -> Any:
         if kind in ("Amount", "Bytes", "Work"):
             built[name] = _build({"Amount": Amount, "Bytes": Bytes, "Work": Work}[kind], value)
         elif kind.startswith("dict"):
-            built[name] = {key: _build(_INNER[name], inner) for key, inner in value.items()}
+            made = _INNER.get(name)
+            built[name] = {k: _build(made, v) if made else float(v) for k, v in value.items()}
         elif kind.startswith("tuple"):
             inner_class = _INNER.get(name)
             built[name] = tuple(_build(inner_class, v) if inner_class else v for v in value)

@@ -69,7 +69,7 @@ def require_known(model: Model, machine: Machine, layout: Layout) -> None:
         )
     for name, left in (
         ("spatial", layout.spatial != (1, 1) and choices.spatial == ((1, 1),)),
-        ("ep", layout.ep > 1),
+        ("ep", layout.ep > 1 and isinstance(model, Transformer)),
         ("sync=async", layout.sync == "async"),
     ):
         if left:

@@ -118,7 +118,9 @@ def layouts(
                 "dp": dp, "tp": tp, "cp": cp, "pp": pp, "spatial": tiles, "precision": precision,
                 **(said or {}),
             }  # fmt: skip
-            yield from _of_sizes(choices, base, batch // dp)
+            for ep in choices.ep if inner == 1 else (1,):
+                if dp % ep == 0:
+                    yield from _of_sizes(choices, {"ep": ep, **base}, batch // dp)
 
 
 def _of_sizes(
@@ -159,7 +161,8 @@ def _allowed(layout: Layout, samples: int) -> Iterator[tuple[Layout, int]]:
         layout.dp > 1, layout.tp > 1, layout.cp > 1, layout.pp > 1, layout.zero, layout.sp,
         layout.schedule, layout.recompute, layout.precision, layout.virtual > 1,
         layout.accumulate > 1, layout.spatial != (1, 1), layout.compile, layout.graphs, layout.sync,
-        layout.compress, layout.offload, layout.shard and (layout.shard, layout.dp),
+        layout.compress, layout.offload, layout.shard and (layout.shard, layout.dp, layout.ep),
+        layout.ep > 1,
     )  # fmt: skip
     if key not in _KNOWN:
         _KNOWN[key] = not check_layout(layout) and not check_available(layout)
@@ -248,7 +251,8 @@ def ranked(found: list[Planned]) -> list[Planned]:
 
 def techniques_of(layout: Layout) -> tuple[int, int]:
     """How much has to work together: axes beside replicas, and what else is not plain."""
-    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp)) + (layout.spatial != (1, 1))
+    sizes = (layout.tp, layout.cp, layout.pp, layout.ep)
+    axes = sum(size > 1 for size in sizes) + (layout.spatial != (1, 1))
     rest = (
         layout.zero
         + (layout.recompute != "none")
@@ -304,7 +308,7 @@ def _but_for_samples(layout: Layout) -> tuple[object, ...]:
     several of them is a part of it."""
     several = layout.accumulate > 1 or layout.microbatches > 1
     return (
-        layout.dp, layout.tp, layout.cp, layout.pp, layout.spatial, layout.zero, layout.sp,
+        layout.dp, layout.tp, layout.cp, layout.pp, layout.ep, layout.spatial, layout.zero, layout.sp,
         layout.schedule, layout.virtual, layout.recompute, layout.offload, several,
     )  # fmt: skip
 

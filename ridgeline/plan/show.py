@@ -18,7 +18,7 @@ TIME_PARTS = {
     "products": "matrix products",
     "attention": "attention",
     "elementwise": "element-wise work",
-    "tensor_parallel": "communication inside layers (tp, cp)",
+    "tensor_parallel": "communication inside layers (tp, cp, ep)",
     "host": "waiting for the host",
     "gathers": "gathering and scattering shards",
     "bubble": "pipeline bubble and sends",
@@ -78,7 +78,7 @@ def show_parts(time: StepTime, memory: StepMemory) -> list[str]:
     for name, words in TIME_PARTS.items():
         value = float(getattr(time, name))
         if abs(value) > 1e-9:
-            lines.append(f"  {words:<34} {value:9.4f} s  {100 * value / time.seconds:5.1f} %")
+            lines.append(f"  {words:<40} {value:9.4f} s  {100 * value / time.seconds:5.1f} %")
     lines.append(
         f"memory {memory.device / 1e9:.2f} GB on the device "
         f"({memory.allocated / 1e9:.2f} allocated, {memory.reserved / 1e9:.2f} reserved)"
@@ -86,7 +86,7 @@ def show_parts(time: StepTime, memory: StepMemory) -> list[str]:
     for name in MEMORY_PARTS:
         value = float(getattr(memory, name))
         if value > 0:
-            lines.append(f"  {name:<34} {value / 1e9:9.3f} GB {100 * value / memory.device:5.1f} %")
+            lines.append(f"  {name:<40} {value / 1e9:9.3f} GB {100 * value / memory.device:5.1f} %")
     if memory.host > 0:
         lines.append(f"and {memory.host / 1e9:.2f} GB of the host's memory, a device")
     return lines

@@ -137,6 +137,11 @@ def check_asked(asked: Asked) -> Layout:
             f"compress={layout.compress} in --layout computes with what other ranks send, and a simulated "
             "rank gets nothing; leave compress out"
         )
+    if layout.ep > 1:
+        raise UsageError(
+            f"ep={layout.ep} in --layout computes with tokens that other ranks send, and a simulated rank "
+            "gets none; leave ep out, and see `ridgeline plan --explain` for what it costs"
+        )
     if layout.precision == "fp16":
         raise UsageError(
             "precision=fp16 in --layout leaves a step out where a gradient is no number, and a simulated "

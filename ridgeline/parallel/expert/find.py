@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ridgeline.errors import UsageError
+from ridgeline.models.experts import argument, is_stack, read_call, why_whole
 from ridgeline.parallel.expert.listed import Kept, Listed, SpreadList
 from ridgeline.parallel.expert.stacked import (
-    Place,
     Stacked,
-    argument,
     counting,
     plan_route,
     with_arguments,
@@ -75,7 +74,7 @@ def find_experts(model: nn.Module, example: Any, num_ranks: int) -> ExpertPlan:
 
 def _find(model: nn.Module, example: Any, num_ranks: int) -> ExpertPlan:
     shared = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    stacks = {path: m for path, m in model.named_modules() if path and _may_be_stack(m)}
+    stacks = {path: m for path, m in model.named_modules() if path and is_stack(m)}
     lists = {path: m for path, m in model.named_modules() if path and _may_be_list(m)}
     around = {path: path.rpartition(".")[0] for path in lists}
     seen = _watch(model, {*stacks, *around.values()}, example)
@@ -152,20 +151,6 @@ def _check(
 # What is looked at
 
 
-def _may_be_stack(module: nn.Module) -> bool:
-    """All its weights, none of them a module's inside of it, have one length, and one is a stack."""
-    own = list(module.parameters(recurse=False))
-    lengths = {len(p) for p in own if p.dim()}
-    return (
-        len(lengths) == 1
-        and min(lengths) > 1
-        and any(p.dim() >= 3 for p in own)
-        and all(p.dim() >= 2 for p in own)
-        and len(own) == len(list(module.parameters()))
-        and not isinstance(module, nn.modules.conv._ConvNd)
-    )
-
-
 def _may_be_list(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return False
@@ -210,36 +195,18 @@ def _watch(model: nn.Module, paths: set[str], example: Any) -> dict[str, _Seen]:
 
 def _read_stack(path: str, module: nn.Module, seen: _Seen) -> Stacked | str:
     """How it is called, or why it is not understood."""
-    num = len(next(module.parameters()))
-    if any(buffer.dim() and len(buffer) == num for buffer in module.buffers()):
-        return "it has a buffer of its experts, which would have to be cut as its weights are"
+    if reason := why_whole(module):
+        return reason
     if not seen.num:
         return "it did not run on the example"
-    places: list[tuple[Place, Any]] = [*enumerate(seen.args), *seen.kwargs.items()]
-    tensors = [(place, x) for place, x in places if isinstance(x, Tensor)]
-    numbers = [(p, x) for p, x in tensors if x.dim() == 2 and _is_whole(x.dtype)]
-    if len(numbers) != 1:
-        return "it is not called with the numbers of each token's experts"
-    index, chosen = numbers[0]
-    weights = [p for p, x in tensors if x.is_floating_point() and x.shape == chosen.shape]
-    rows = [
-        p
-        for p, x in tensors
-        if x.is_floating_point()
-        and x.dim() >= 2
-        and p not in weights
-        and x[..., 0].numel() == len(chosen)
-    ]
-    if len(weights) != 1 or len(rows) != 1 or len(tensors) != 3:
-        return "it is not called with tokens, the numbers of their experts and their weights alone"
-    x = argument(seen.args, seen.kwargs, rows[0])
+    call = read_call(seen.args, seen.kwargs)
+    if isinstance(call, str):
+        return call
+    x = argument(seen.args, seen.kwargs, call.rows)
     if not isinstance(seen.out, Tensor) or seen.out.shape[:-1] != x.shape[:-1]:
         return "it does not give a row for each token"
-    return Stacked(path, num, rows[0], index, weights[0])
-
-
-def _is_whole(dtype: torch.dtype) -> bool:
-    return dtype in (torch.int64, torch.int32)
+    num = len(next(module.parameters()))
+    return Stacked(path, num, call.rows, call.index, call.weight)
 
 
 def _tried_stack(module: nn.Module, stack: Stacked, seen: _Seen, num_ranks: int) -> Stacked | str:

@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ridgeline.errors import RunError
+from ridgeline.models.experts import Place, argument
 from ridgeline.parallel.expert.exchange import Counts, exchange, move, send_counts, tie
-
-Place = int | str
-"""An argument: its number, or its name."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,6 @@ class Stacked:
     weight: Place
     counters: tuple[str, ...] = ()
     """Attributes that say how many experts there are."""
-
-
-def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
-    return args[place] if isinstance(place, int) else kwargs[place]
 
 
 def with_arguments(
@@ -135,8 +129,7 @@ class SpreadStack:
 
         done_TD = self._work(call, came_TD, token_P, errands[:, 1], weights_P)
         (back_D,), anchor = exchange([done_TD], [tokens.back()], self.group, anchor)
-        out_ND = back_D.new_zeros(len(rows_ND), back_D.shape[1])
-        out_ND = out_ND.index_add(0, route.tokens, back_D)
+        out_ND = add_rows(back_D, route.tokens, len(rows_ND))
         return tie(out_ND.reshape(*x.shape[:-1], out_ND.shape[1]), anchor)
 
     def _work(
@@ -156,8 +149,27 @@ class SpreadStack:
                 f"{self.plan.path} gave a tensor of shape {tuple(out_PD.shape)} for {len(token_P)} rows; "
                 "under ep it has to give a row for each"
             )
-        done_TD = out_PD.new_zeros(len(came_TD), out_PD.shape[1])
-        return done_TD.index_add(0, token_P, out_PD)
+        return add_rows(out_PD, token_P, len(came_TD))
+
+
+class _AddRows(torch.autograd.Function):
+    """As `index_add`, which keeps what it adds for the sake of its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, num: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(num, rows.shape[1]).index_add_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return gradient.index_select(0, places), None, None
+
+
+def add_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:
+    """`num` rows, each the sum of those whose place it is."""
+    added: Tensor = _AddRows.apply(rows, places, num)  # type: ignore[no-untyped-call]
+    return added
 
 
 def _starts(tokens: list[int], pairs: list[int], device: torch.device) -> Tensor:

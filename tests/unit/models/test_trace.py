@@ -182,7 +182,7 @@ def test_experts_side_by_side_are_products_and_keep_what_a_real_step_keeps(mode:
     linear, one = 2 * 16 * 16, 2 * 16 * 24  # FLOPs of a row
     assert found.flops(3) == (60 * (linear + 2 * one), 60 * (linear + 4 * one))
     products = [
-        p for b in found.blocks for p in b.costs["wide"].forward.products if p.kind == "batched"
+        p for b in found.blocks for p in b.costs["wide"].forward.products if p.kind == "grouped"
     ]
     assert sorted((p.m.at(3), p.n.at(3), p.k.at(3), p.batch.at(3)) for p in products) == [
         (15, 16, 24, 4), (15, 24, 16, 4),
