@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 DOCTOR = "doctor.json"
 STEPS = 30
+PROMISE = 1.005
+"""A gain below is none to tell of."""
 BUDGET_S, LOSS_BOUND, ROUNDS = 1800.0, 0.005, 5
 """Of a climb where nothing else is said."""
 
@@ -138,9 +141,23 @@ def doctor(
         effort if climbs else None,
     )  # fmt: skip
     is_run = (Path(what) / CONFIG).is_file()
+    if out is not None:
+        _check_out(out)
     value = _judge_run(asked) if is_run else _judge_training(asked)
     if as_json:
         typer.echo(json.dumps(value, indent=1))
+
+
+def _check_out(out: Path) -> None:
+    """Before anything is measured for it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"cannot write into {out} of --out ({error.strerror}); name another"
+        ) from error
 
 
 def _left_out(without: list[str]) -> tuple[str, ...]:
@@ -184,7 +201,7 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
     """A recipe or a script: some steps of it are run, and with --climb many more."""
     from ridgeline.config import find_recipe, load_config, telling_places
     from ridgeline.doctor.request import TRACE, read_answers
-    from ridgeline.doctor.seen import as_seen, of_script
+    from ridgeline.doctor.seen import as_listed, of_script
     from ridgeline.rundir import RunDir
 
     _check_is_training(asked.what)
@@ -199,6 +216,7 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
                 config = _choose(asked, config)
             _run_ranks(asked, config, folder)
         ranks, timeline, script = read_answers(folder)
+        ranks = _note_strangers(ranks, asked.num_processes)
         if not ranks:
             raise RunError("no rank left a measurement; run it with `ridgeline train` to see why")
         out = asked.out or RunDir.create(Path("runs"), f"doctor-{Path(asked.what).stem}").path
@@ -207,7 +225,8 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
             ran, more = _with_ranks(config, asked.num_processes), ""
         else:
             assert script is not None  # rank 0 says it with its measurement
-            ran, more = as_seen(of_script(Path(asked.what)), script), _how_to_try(asked, script)
+            ran = as_listed(of_script(Path(asked.what)), script)
+            more = _how_to_try(asked, script)
         value = _conclude(
             ranks, timeline, out, asked.as_json, folder / TRACE, ran, without=without, more=more
         )
@@ -216,18 +235,32 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
     return value
 
 
+def _note_strangers(ranks: list[Measured], num_processes: int) -> list[Measured]:
+    """Processes of a script that never met are no ranks of one training."""
+    if num_processes == 1 or not ranks or ranks[0].num_ranks > 1:
+        return ranks
+    note = (
+        f"the {num_processes} processes exchanged nothing: these are as many trainings of their own beside "
+        "each other, and this is the first of them"
+    )
+    return [dataclasses.replace(ranks[0], notes=(*ranks[0].notes, note))]
+
+
 def _how_to_try(asked: Asked, script: SeenScript) -> str:
     """What is said beneath the remedies of a script."""
     from ridgeline.doctor.interface import FIVE_LINES
-    from ridgeline.layout import Layout
 
     if asked.effort is not None:
         return ""
-    if script.has_job and Layout.parse(script.layout).world_size == 1:
-        return f"`ridgeline doctor {asked.what} --climb` tries them, and keeps what is faster and right"
+    rest = ["--", *asked.rest] if asked.rest else []
+    command = shlex.join(["ridgeline", "doctor", asked.what, "--climb", *rest])
+    where = ", on one device," if asked.num_processes > 1 else ""
     if script.has_job:
-        return "on one device, --climb tries them"
-    return f"--climb tries them in a script with five lines: {FIVE_LINES} (docs/train.md)"
+        return f"`{command}`{where} tries what can be set from outside, and keeps what is faster and right"
+    return (
+        f"--climb{where} tries what can be set from outside, in a script with five lines: {FIVE_LINES} "
+        "(docs/train.md)"
+    )
 
 
 @contextmanager
@@ -290,7 +323,7 @@ def _check_can_run(asked: Asked, config: RunConfig | None) -> None:
             raise UsageError(
                 f"no file {asked.machine} of --machine; `ridgeline machine compute` makes one"
             )
-        read_machine(asked.machine)
+        read_machine(asked.machine, "--machine")
     script = Path(asked.what)
     if config is None and not script.is_file():
         raise UsageError(f"no script at {script}; name a file, a recipe or a run directory")
@@ -431,10 +464,18 @@ def list_remedies(measured: Measured, config: RunConfig, without: Sequence[str] 
     from ridgeline.doctor.model_look import SCRIPT
     from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
 
-    known = SCRIPT_REMEDIES if config.model.name == SCRIPT else REMEDIES
+    is_script = config.model.name == SCRIPT
+    known = SCRIPT_REMEDIES if is_script else REMEDIES
     found = []
     for name, remedy in known.items():
         reason = remedy.applies(measured, config)
         if reason is not None and name not in without:
             found.append((remedy.predicted_gain(measured, config), name, reason))
-    return [f"{name} (up to x{gain:.2f}): {why}" for gain, name, why in sorted(found, reverse=True)]
+    lines = []
+    for gain, name, why in sorted(found, reverse=True):
+        told = known[name].advice or (known[name].line if is_script else "")
+        if gain < PROMISE and not known[name].advice:
+            continue
+        promise = f" (up to x{gain:.2f})" if gain >= PROMISE else ""
+        lines.append(f"{name}{promise}: {why}{f'; {told}' if told else ''}")
+    return lines

@@ -10,6 +10,7 @@ memory) leaks into another. Started by `climb.py`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -144,6 +145,8 @@ def device_facts(device: Any) -> dict[str, Any]:
     """What remedies ask of a device."""
     import torch
 
+    if device.type == "cpu":
+        return {"bf16_rate": _bf16_rate()}
     if device.type != "cuda":
         return {}
     return {
@@ -151,6 +154,27 @@ def device_facts(device: Any) -> dict[str, Any]:
         "has_bf16": torch.cuda.get_device_capability(device) >= (8, 0),
         "has_fp8": torch.cuda.get_device_capability(device) >= (8, 9),
     }
+
+
+SIDE, TIMES = 512, 5
+
+
+@functools.cache
+def _bf16_rate() -> float:
+    """How many times as fast a product is in bf16 as in float32, on the threads of this process."""
+    import torch
+
+    taken = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.ones(SIDE, SIDE, dtype=dtype)
+        a @ a  # kernels are made for the first
+        spent = []
+        for _ in range(TIMES):
+            begun = time.perf_counter()
+            a @ a
+            spent.append(time.perf_counter() - begun)
+        taken[dtype] = min(spent)
+    return taken[torch.float32] / taken[torch.bfloat16]
 
 
 def _get_ready(device: str, answers: TextIO) -> Path:

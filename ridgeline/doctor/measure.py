@@ -77,6 +77,8 @@ class Facts:
     vocabulary: int | None = None
     notes: tuple[str, ...] = ()
     script: SeenScript | None = None
+    place: tuple[int, int] | None = None
+    """Rank and number of ranks, of one that may have left its group by the end."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,7 @@ def _local(tensor: Tensor) -> Tensor:
 def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts | None) -> Seen:
     """From what was seen to what it means: seconds of one step, by part and by class."""
     device = probe.device
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, ranks = facts.place or find_place()
     overhead = roofline.launch_s if roofline is not None and roofline.launch_s else OP_OVERHEAD_S
     taken = take_apart(watched.trace, overhead, ranks)
     count, step_s = taken.num_steps, watched.step_s
@@ -443,10 +444,17 @@ def _bytes(tensor: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
+def find_place() -> tuple[int, int]:
+    """Rank, and number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def _gather_ranks(mine: Measured) -> tuple[RankTime, ...]:
     own = RankTime(mine.rank, mine.step_s, mine.data_s, mine.comm_exposed_s)
     if mine.num_ranks == 1:
         return (own,)
+    if not dist.is_initialized():
+        return ()  # `read_answers` puts them together
     everyone: list[RankTime | None] = [None] * mine.num_ranks
     dist.all_gather_object(everyone, own)
     return tuple(one for one in everyone if one is not None)

@@ -180,6 +180,12 @@ class Measured:
     def share(self, seconds: float) -> float:
         return seconds / self.step_s if self.step_s > 0 else 0.0
 
+    @property
+    def bf16_rate(self) -> float:
+        """How many times as fast products were in bf16 as in float32; 0 where that was not measured."""
+        peaks = self.roofline.peak_flops if self.roofline is not None else {}
+        return peaks["bf16"] / peaks["fp32"] if peaks.get("bf16") and peaks.get("fp32") else 0.0
+
     def of_class(self, name: str) -> ClassTime:
         return next((c for c in self.classes if c.name == name), ClassTime(name, 0.0))
 

@@ -9,14 +9,25 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ridgeline.doctor.measured import Measured, measured_from_dict
+from ridgeline.doctor.measured import Measured, RankTime, measured_from_dict
 from ridgeline.doctor.seen import SeenScript
 
 REQUEST = "request.json"
 TRACE = "trace.json"
 Timeline = list[tuple[float, float, str, float]]
+
+
+class Answer(Protocol):
+    """What a rank found: `measure.Seen`, which needs torch."""
+
+    @property
+    def measured(self) -> Measured: ...
+    @property
+    def timeline(self) -> Timeline: ...
+    @property
+    def script(self) -> SeenScript | None: ...
 
 
 @dataclass(frozen=True)
@@ -40,14 +51,13 @@ def read_request(folder: Path) -> Request:
     return Request(**{**values, "arguments": tuple(values["arguments"])})
 
 
-def write_answer(
-    folder: Path, measured: Measured, timeline: Timeline, script: SeenScript | None = None
-) -> None:
-    value: dict[str, Any] = {"measured": measured.to_dict(), "timeline": [], "script": None}
-    if measured.rank == 0:
-        value["timeline"] = timeline
-        value["script"] = dataclasses.asdict(script) if script is not None else None
-    path = folder / f"measured-{measured.rank}.json"
+def write_answer(folder: Path, seen: Answer, rank: int) -> None:
+    """Of the `rank`-th process."""
+    value: dict[str, Any] = {"measured": seen.measured.to_dict(), "timeline": [], "script": None}
+    if rank == 0:
+        value["timeline"] = seen.timeline
+        value["script"] = dataclasses.asdict(seen.script) if seen.script is not None else None
+    path = folder / f"measured-{rank}.json"
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
@@ -61,4 +71,9 @@ def read_answers(folder: Path) -> tuple[list[Measured], Timeline, SeenScript | N
         found.append(measured_from_dict(value["measured"]))
         timeline = [tuple(row) for row in value["timeline"]] or timeline
         script = SeenScript(**value["script"]) if value["script"] else script
-    return sorted(found, key=lambda m: m.rank), timeline, script
+    found.sort(key=lambda m: m.rank)
+    if len(found) > 1 and not found[0].ranks:
+        # Their group was gone by the time that there was something to tell each other.
+        ranks = tuple(RankTime(m.rank, m.step_s, m.data_s, m.comm_exposed_s) for m in found)
+        found = [dataclasses.replace(m, ranks=ranks) for m in found]
+    return found, timeline, script

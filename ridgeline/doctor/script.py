@@ -24,14 +24,25 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 from ridgeline.doctor.interface import tell_missing
-from ridgeline.doctor.measure import Facts, Options, Seen, explain, find_roofline, tell_unheeded
+from ridgeline.doctor.measure import (
+    Facts,
+    Options,
+    Seen,
+    explain,
+    find_place,
+    find_roofline,
+    tell_unheeded,
+)
 from ridgeline.doctor.model_look import Look, look_of
 from ridgeline.doctor.probe import Probe
-from ridgeline.doctor.seen import look_at_script
+from ridgeline.doctor.seen import SeenScript, look_at_script
 from ridgeline.errors import RunError, UsageError
 from ridgeline.machine.roofline import ComputeFacts
 from ridgeline.train.job import Job
 from ridgeline.train.own import OwnCheckpoints
+
+LEAST_STEPS = 6
+"""That can be asked for."""
 
 
 class Enough(BaseException):
@@ -52,6 +63,9 @@ class _Watch:
         """Of a script that has given a model to `job.parallelize`."""
         self.look: Look | None = None
         """Of that model, before it was arranged."""
+        self.seen = SeenScript(has_job=False)
+        self.place = (0, 1)
+        """Rank and number of ranks, after the first step."""
         self.workers = 0
         """Processes of the loader that was asked for a batch last."""
         self._depth = 0
@@ -79,8 +93,10 @@ class _Watch:
             raise Enough
         if self.probe is None:
             self.optimizer, self.model = optimizer, find_model(optimizer)
-            if self.look is None:
-                self.look = look_of(self.model) if self.model is not None else Look()
+            self.place = find_place()
+            with suppress(Exception):  # what it says of remedies is worth no script's end
+                look = self.look or (look_of(self.model) if self.model is not None else Look())
+                self.seen = look_at_script(self.job, look, self.workers, optimizer)
             device = next(p.device for g in optimizer.param_groups for p in g["params"])
             self.roofline = find_roofline(device, self._options.machine)
             options = self._options
@@ -119,18 +135,25 @@ def measure_script(path: Path, arguments: list[str], options: Options) -> Seen:
                 f"{path} has a record_function open around its whole loop, so that no step of it can be "
                 "looked at; open it inside the loop"
             )
+        if probe is None:
+            raise RunError(
+                f"{path} ended, and no optimizer of torch's had made a step by then; let it train, for "
+                f"{needed} steps or more"
+            )
+        least = Probe(torch.device("cpu"), LEAST_STEPS).num_steps
+        fewer = f", or {least} with --steps {LEAST_STEPS}" if needed > least else ""
         raise RunError(
-            f"{path} ended after {done} steps of an optimizer, and {needed} are needed; let it train "
-            "longer, or give a smaller --steps"
+            f"{path} ended after {done} steps of an optimizer, and {needed} are needed{fewer}; let it "
+            "train longer"
         )
     assert watch.optimizer is not None
-    assert watch.look is not None
     facts = Facts(
         source=f"script {path.name}",
         model=watch.model,
         optimizer=watch.optimizer,
         notes=tell_unheeded(options, probe.device),
-        script=look_at_script(watch.job, watch.model, watch.look, watch.workers, watch.optimizer),
+        script=watch.seen,
+        place=watch.place,
     )
     return explain(probe, probe.finish(), facts, watch.roofline)
 
@@ -189,7 +212,9 @@ def _watched(watch: _Watch) -> Iterator[None]:
 
     def parallelize(self: Job, model: nn.Module, *args: Any, **options: Any) -> Any:
         if watch.job is None:
-            watch.job, watch.look = self, look_of(model)
+            watch.job = self
+            with suppress(Exception):
+                watch.look = look_of(model)
         return before[3](self, model, *args, **options)
 
     loader.__next__ = next_batch  # type: ignore[method-assign]

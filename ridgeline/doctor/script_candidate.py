@@ -131,9 +131,7 @@ class Turns:
                 "unit": "samples" if self.batch else "steps",
                 "units_per_sample": 1,
                 "time": time.time(),
-                "seen": asdict(
-                    look_at_script(self.job, None, self.look, self.workers, self._first)
-                ),
+                "seen": asdict(look_at_script(self.job, self.look, self.workers, self._first)),
             }
         )
         self._losses = []

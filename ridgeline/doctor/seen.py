@@ -8,9 +8,11 @@ JSON, and `as_seen` puts it where a recipe has it. Imports torch only to look.
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.config import RunConfig
 from ridgeline.doctor.measured import ATTENTION, CONVOLUTION, MATRIX, Measured
@@ -18,7 +20,6 @@ from ridgeline.doctor.model_look import SCRIPT, Look
 from ridgeline.layout import Layout
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
     from ridgeline.train.job import Job
@@ -36,18 +37,39 @@ class SeenScript:
     """Processes of its loader."""
     fused: bool = False
     """Whether its optimizer is fused, or not ours to choose."""
+    tune: dict[str, Any] = field(default_factory=dict)
+    """Settings that its job was started with."""
+    dtype: str = "float32"
+    """Of most of its parameters."""
+    channels_last: bool = False
+    searches: bool = False
+    """Whether convolutions are chosen by timing them."""
+    compiles: bool = False
+    """Whether it compiles something by itself."""
     has_job: bool = True
 
 
-def look_at_script(
-    job: Job | None, model: nn.Module | None, look: Look, workers: int, optimizer: Optimizer
-) -> SeenScript:
-    """`look`: of the model before a job arranged it; `workers`: of the first loader."""
+def look_at_script(job: Job | None, look: Look, workers: int, optimizer: Optimizer) -> SeenScript:
+    """After its first step. `look`: of the model before a job arranged it; `workers`: of the loader that
+    was asked for a batch."""
+    import torch
+
+    settings = job.settings if job is not None else None
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    sizes: Counter[str] = Counter()
+    for weight in weights:
+        sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel()
+    images = [w for w in weights if w.dim() == 4 and not w.is_contiguous()]
     return SeenScript(
-        layout=str(job.layout if job is not None else _own_layout(model)),
+        layout=str(job.layout if job is not None else _own_layout()),
         look=dataclasses.asdict(look),
         workers=workers,
         fused=_is_settled(optimizer),
+        tune=dataclasses.asdict(settings.tune) if settings is not None else {},
+        dtype=max(sizes, key=lambda name: sizes[name], default="float32"),
+        channels_last=any(w.is_contiguous(memory_format=torch.channels_last) for w in images),
+        searches=torch.backends.cudnn.benchmark,
+        compiles=_has_compiled(),
         has_job=job is not None,
     )
 
@@ -61,20 +83,17 @@ def _is_settled(optimizer: Optimizer) -> bool:
     return any(g.get("fused") is not None or g.get("foreach") is not None for g in groups)
 
 
-def _own_layout(model: nn.Module | None) -> Layout:
-    """Of plain torch: ranks that each have a replica, and whether there is a compiled model."""
-    import gc
-
-    import torch
+def _own_layout() -> Layout:
+    """Of plain torch: ranks that each have a replica."""
     import torch.distributed as dist
 
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    compiled = torch._dynamo.OptimizedModule
-    is_compiled = model is not None and (
-        getattr(model, "_compiled_call_impl", None) is not None
-        or any(model in set(o.modules()) for o in gc.get_objects() if type(o) is compiled)
-    )
-    return Layout(dp=ranks, compile=is_compiled)
+    return Layout(dp=dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _has_compiled() -> bool:
+    """Whether code was compiled in this process: a model, a part of it, or a function of the loop's."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["ok"] > 0
 
 
 def of_script(script: Path) -> RunConfig:
@@ -90,13 +109,31 @@ def of_script(script: Path) -> RunConfig:
 
 
 def as_seen(config: RunConfig, seen: SeenScript) -> RunConfig:
+    """With what the script has from its job: what a climb begins with."""
+    tune = dataclasses.replace(config.tune, **seen.tune)
+    # What a job does by itself is a setting of a job that has some.
+    fused = seen.fused or (bool(seen.tune) and tune.fused_optimizer)
     return dataclasses.replace(
         config,
         layout=seen.layout,
         model=dataclasses.replace(config.model, name=SCRIPT, args=dict(seen.look)),
         data=dataclasses.replace(config.data, workers=seen.workers, prefetch=2),
-        tune=dataclasses.replace(config.tune, fused_optimizer=seen.fused),
+        tune=dataclasses.replace(tune, fused_optimizer=fused),
     )
+
+
+def as_listed(config: RunConfig, seen: SeenScript) -> RunConfig:
+    """With what it does by its own means as well, which is nothing to recommend."""
+    config = as_seen(config, seen)
+    layout, tune = Layout.parse(config.layout), config.tune
+    if seen.compiles and not layout.compile:
+        layout = dataclasses.replace(layout, compile=True)
+        tune = dataclasses.replace(tune, compile_mode="autotune", search_tiles=True)
+    if seen.dtype in ("bfloat16", "float16"):
+        tune = dataclasses.replace(tune, residual="bf16")
+    tune = dataclasses.replace(tune, search_convolutions=tune.search_convolutions or seen.searches)
+    model = dataclasses.replace(config.model, dtype=seen.dtype, channels_last=seen.channels_last)
+    return dataclasses.replace(config, layout=str(layout), model=model, tune=tune)
 
 
 def as_computed(seen: SeenScript, measured: Measured) -> SeenScript:
@@ -105,7 +142,7 @@ def as_computed(seen: SeenScript, measured: Measured) -> SeenScript:
     rows = [row for row in measured.classes if row.name in (MATRIX, ATTENTION, CONVOLUTION)]
     longest = max(rows, key=lambda row: row.seconds, default=None)
     if layout.precision != "fp32" or longest is None or longest.precision not in _NARROW:
-        return seen
+        return seen  # what it was told stands above what was seen
     return dataclasses.replace(
         seen, layout=str(dataclasses.replace(layout, precision=longest.precision))
     )

@@ -217,6 +217,7 @@ class Candidate:
             free_bytes=max(self.last.get("capacity_bytes", 0.0) - self.peak_bytes, 0.0),
             has_bf16=self.last.get("has_bf16", True),
             has_fp8=self.last.get("has_fp8", True),
+            bf16_rate=self.last.get("bf16_rate", 0.0),
         )
 
     def close(self, wait_s: float = 30.0) -> None:

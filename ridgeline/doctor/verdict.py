@@ -50,6 +50,8 @@ TENSOR_CORES = 0.5
 """Below this share of the products' time on tensor cores, getting them there comes before all else."""
 ODD = 0.1
 """Share of the step in products with an odd dimension from which that is named as the cause."""
+TOO_FAST = 1.25
+"""Times of its peak at which a device is not believed to compute."""
 A_CLASS = 0.02
 """Share of the step from which classes of arithmetic beside the longest are no part of its name."""
 _READING = re.compile(
@@ -357,13 +359,15 @@ def class_limit(m: Measured, row: ClassTime) -> float | None:
 
 
 def reached_share(m: Measured) -> float | None:
-    """How near the arithmetic classes are to the roofline, together."""
+    """How near the arithmetic classes are to the roofline, together; None where they are so far beyond it
+    that it was measured too low, on a machine that was busy."""
     rows = [r for r in m.classes if r.name in (*_ARITHMETIC, FORWARD_BACKWARD) and r.seconds > 0]
     limits = [class_limit(m, row) for row in rows]
     known = [(row.seconds, limit) for row, limit in zip(rows, limits, strict=True) if limit]
     if not known:
         return None
-    return min(sum(limit for _, limit in known) / sum(seconds for seconds, _ in known), 1.0)
+    reached = sum(limit for _, limit in known) / sum(seconds for seconds, _ in known)
+    return min(reached, 1.0) if reached < TOO_FAST else None
 
 
 def _size(m: Measured) -> list[Finding]:

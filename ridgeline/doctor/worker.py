@@ -55,7 +55,7 @@ def _measure(folder: Path, rank: int) -> None:
     else:
         config = load_config(folder / CONFIG, []).config
         seen = measure(config, read_rank_env(), options)
-    write_answer(folder, seen.measured, seen.timeline, seen.script)
+    write_answer(folder, seen, read_rank_env().rank)
 
 
 if __name__ == "__main__":

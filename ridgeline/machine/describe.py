@@ -77,6 +77,10 @@ def _stands_in(known: str, name: str) -> bool:
     return f" {known} " in f" {name} "
 
 
+LEAST_SIDE = 512
+"""Of a product that a device may show its best rate in."""
+
+
 def measure_matmul_flops(device: torch.device, precision: str, budget_s: float = 0.05) -> float:
     """FLOP/s of a square matrix product in the run's precision, the best over growing sizes.
 
@@ -94,7 +98,9 @@ def measure_matmul_flops(device: torch.device, precision: str, budget_s: float =
         )
         shortest = min(_time_product(a, b, device) for _ in range(3))
         best_rate = max(best_rate, 2.0 * size**3 / shortest)
-        if shortest > budget_s / 8 or size >= 8192:
+        # A small product that takes long says that the core was another's, not how fast it is.
+        is_long = shortest > (budget_s / 8 if size >= LEAST_SIDE else budget_s)
+        if is_long or size >= 8192:
             break
         size *= 2
     # Another job may have had the core just then: go on for as long as the budget lasts.

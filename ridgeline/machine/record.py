@@ -21,7 +21,7 @@ from ridgeline.machine.roofline import COMPUTE, ComputeFacts, compute_from_dict
 STORAGE = "storage"
 
 
-def read_machine(path: Path) -> dict[str, Any]:
+def read_machine(path: Path, of: str = "--out") -> dict[str, Any]:
     """What the file holds, nothing where there is none; a `UsageError` where it is something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -29,16 +29,16 @@ def read_machine(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise UsageError(
-            f"cannot read {path} of --out ({error.strerror}); name another file"
+            f"cannot read {path} of {of} ({error.strerror}); name another file"
         ) from error
     except ValueError as error:
         raise UsageError(
-            f"{path} of --out holds no JSON ({error}); name another file, or remove it"
+            f"{path} of {of} holds no JSON ({error}); name another file, or remove it"
         ) from error
     lists = (STORAGE, COMPUTE, NETWORK)
     if not isinstance(found, dict) or any(not isinstance(found.get(k, []), list) for k in lists):
         raise UsageError(
-            f"{path} of --out holds JSON of another kind than a machine.json; name another file"
+            f"{path} of {of} holds JSON of another kind than a machine.json; name another file"
         )
     return found
 

@@ -71,7 +71,7 @@ def _narrow_fallback(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def _cast(operand: Tensor, dtype: torch.dtype) -> Tensor:
-    """As it lies in memory: weights that come transposed are cast as they are stored. Inductor of torch 2.13
+    """As it lies in memory: weights that come transposed are cast as they are stored. Inductor (torch 2.13)
     makes a second, uninitialised copy for backward otherwise, on CPUs with AVX512."""
     if operand.stride(-1) != 1:
         return operand.transpose(-2, -1).to(dtype).transpose(-2, -1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -56,6 +57,7 @@ class Job:
         self._settings = settings
         self._undo: Callable[[], None] = lambda: None
         self._share = Share()
+        self._has_autocast = False
         self._arranged: dict[int, Arranged] = {}
         """Of every model given to `parallelize`, by the id of what came back."""
 
@@ -74,6 +76,11 @@ class Job:
     @property
     def layout(self) -> Layout:
         return self._mesh.layout
+
+    @property
+    def settings(self) -> Settings | None:
+        """Those of speed that it was started with; None where there are none."""
+        return self._settings
 
     @property
     def is_main(self) -> bool:
@@ -156,6 +163,7 @@ class Job:
 
     def autocast(self) -> AbstractContextManager[None]:
         """The layout's precision, for the forward pass."""
+        self._has_autocast = True
         return self._precision.autocast()
 
     def mean(self, value: Tensor | float) -> float:
@@ -164,9 +172,26 @@ class Job:
         Exact for uneven batches too: each rank counts for the samples it really had. That holds
         inside the loop over a `loader`; after it there is no batch at hand and ranks count alike.
         """
+        self._check_precision()
         number = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
         total = self._mesh.sum_over_data(number * self._share.scale)
         return float(total / self._mesh.data_size)
+
+    def _check_precision(self) -> None:
+        """Said once, where the loop has had a loss by now and never asked for the precision."""
+        asked = self.layout.precision
+        # Settings enter it around the model, and sharded weights have their own casts.
+        if self._has_autocast or self._settings is not None or self.layout.zero:
+            return
+        if asked in ("fp32", "tf32"):
+            return
+        self._has_autocast = True
+        if self.is_main:
+            warnings.warn(
+                f"precision={asked} was asked for, and no forward pass has run in `with job.autocast():`, "
+                "so that it computes in its own type; put the model's call, and the loss, under it",
+                stacklevel=3,
+            )
 
     def print(self, *values: Any) -> None:
         """`print` on the main rank, nothing on the others."""

@@ -6,6 +6,8 @@ from ridgeline.config import RunConfig
 from ridgeline.doctor.model_look import MANY_CONVOLUTIONS, look_at
 from ridgeline.doctor.remedies.contract import (
     ATTENTION,
+    ELEMENTWISE,
+    MATRIX,
     Remedy,
     Step,
     amdahl,
@@ -22,8 +24,10 @@ def _applies(step: Step, config: RunConfig) -> str | None:
     if not on_cuda(step) or not is_narrow(config) or config.tune.attention != "auto":
         return None
     # Without a look at its kernels, a model of blocks without convolutions is taken to have attention.
+    is_known = seconds(step, MATRIX, ELEMENTWISE) > 0
+    look = look_at(config)
     if seconds(step, ATTENTION) or (
-        look_at(config).num_blocks and look_at(config).num_conv2d < MANY_CONVOLUTIONS
+        not is_known and look.num_blocks and look.num_conv2d < MANY_CONVOLUTIONS
     ):
         return "attention runs on the back end that torch takes by itself"
     return None

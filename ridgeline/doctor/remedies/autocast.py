@@ -1,6 +1,6 @@
 """Autocast: products in 2 bytes on tensor cores, sums and weights in float32.
 
-bf16 where the device has it; fp16, with a scaled loss, on those before Ampere, which do not.
+bf16 where the device has it, a CPU too; fp16, with a scaled loss, on GPUs before Ampere, which do not.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from ridgeline.doctor.remedies.contract import (
     Remedy,
     Step,
     amdahl,
+    bf16_rate,
     elementwise_s,
     has_bf16,
     layout_of,
@@ -18,13 +19,21 @@ from ridgeline.doctor.remedies.contract import (
 )
 
 RATE = {"fp32": 8.0, "tf32": 2.0}
-"""How much faster products are, by what they were in."""
+"""How much faster products are on a GPU, by what they were in."""
+LEAST_RATE = 1.3
+"""From which a CPU is taken to multiply bf16 faster: its measured products differ by less by chance."""
 
 
 def _bf16_applies(step: Step, config: RunConfig) -> str | None:
-    if on_cuda(step) and has_bf16(step) and layout_of(config).precision in RATE:
-        return f"products are in {layout_of(config).precision}"
-    return None
+    precision = layout_of(config).precision
+    if precision not in RATE or (config.model.dtype == "float64"):
+        return None
+    if on_cuda(step):
+        return f"products are in {precision}" if has_bf16(step) else None
+    rate = bf16_rate(step)
+    if rate < LEAST_RATE:
+        return None
+    return f"products are in {precision}, and this CPU does them {rate:.1f} times as fast in bf16"
 
 
 def _fp16_applies(step: Step, config: RunConfig) -> str | None:
@@ -37,12 +46,13 @@ def _fp16_applies(step: Step, config: RunConfig) -> str | None:
 
 
 def _gain(step: Step, config: RunConfig) -> float:
-    rate = RATE.get(layout_of(config).precision, 1.0)
+    rate = RATE.get(layout_of(config).precision, 1.0) if on_cuda(step) else bf16_rate(step)
     return amdahl(step, products_s(step) * (1 - 1 / rate) + 0.25 * elementwise_s(step))
 
 
 BF16 = Remedy(
     name="bf16",
+    line="with torch.autocast(device, dtype=torch.bfloat16): around the forward pass",
     applies=_bf16_applies,
     predicted_gain=_gain,
     change=lambda config: ["layout.precision=bf16"],

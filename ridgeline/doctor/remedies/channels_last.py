@@ -18,19 +18,16 @@ from ridgeline.doctor.remedies.contract import (
 
 def _applies(step: Step, config: RunConfig) -> str | None:
     look = look_at(config)
-    if not on_cuda(step) or config.model.channels_last or look.num_other_conv:
-        return None
-    if look.num_conv2d < MANY_CONVOLUTIONS or layout_of(config).precision not in (
-        "bf16",
-        "fp16",
-        "fp8",
-    ):
-        return None  # a patch embedding alone gains nothing, nor does float32
+    if config.model.channels_last or look.num_other_conv or look.num_conv2d < MANY_CONVOLUTIONS:
+        return None  # a patch embedding alone gains nothing
+    if on_cuda(step) and layout_of(config).precision not in ("bf16", "fp16", "fp8"):
+        return None  # nor does float32 there
     return f"{look.num_conv2d} convolutions read their channels from far apart"
 
 
 REMEDY = Remedy(
     name="channels last",
+    line="model.to(memory_format=torch.channels_last), and the images too",
     applies=_applies,
     predicted_gain=lambda step, config: amdahl(
         step, 0.5 * (seconds(step, CONVOLUTION) or products_s(step))

@@ -27,9 +27,9 @@ MANY_BLOCKS = 6
 
 def _applies(step: Step, config: RunConfig) -> str | None:
     layout = layout_of(config)
-    if not on_cuda(step) or layout.compile or layout.tp > 1 or layout.cp > 1:
+    if layout.compile or layout.tp > 1 or layout.cp > 1:
         return None
-    return "every operation is a kernel of its own"
+    return "every operation is a kernel of its own" if on_cuda(step) else "no operations are fused"
 
 
 def _change(config: RunConfig) -> list[str]:
@@ -42,6 +42,7 @@ def _change(config: RunConfig) -> list[str]:
 
 REMEDY = Remedy(
     name="compile",
+    line="model = torch.compile(model)",
     applies=_applies,
     predicted_gain=lambda step, config: amdahl(
         step, SHARE_FUSED * elementwise_s(step) + step.launch_s

@@ -56,6 +56,8 @@ class Parts:
     """Of the device's memory, at the step's peak; 0 where that is not known."""
     has_bf16: bool = True
     has_fp8: bool = True
+    bf16_rate: float = 0.0
+    """On a CPU, how many times as fast products are in bf16 as in float32; 0 where that is not known."""
 
     def of_class(self, name: str) -> Seconds:
         return Seconds(self.classes.get(name, 0.0))
@@ -74,6 +76,8 @@ class Remedy:
     """none: the same numbers; order: sums in another order; rounding: fewer digits somewhere."""
     advice: str = ""
     """What to do by hand, for one that the recipe cannot be changed for."""
+    line: str = ""
+    """What it is in a loop of plain torch, for one that can be written there."""
     repeats: bool = False
     """Whether it may be tried again after it was kept."""
     slow: bool = False
@@ -130,6 +134,11 @@ def on_cuda(step: Step) -> bool:
 def has_bf16(step: Step) -> bool:
     """Whether the device multiplies bf16; a step that does not say is taken to be of one that does."""
     return bool(getattr(step, "has_bf16", True))
+
+
+def bf16_rate(step: Step) -> float:
+    """On a CPU: what was measured of it; nearly none that has no unit for it is faster in 16 bits."""
+    return float(getattr(step, "bf16_rate", 0.0))
 
 
 def has_fp8(step: Step) -> bool:

@@ -33,6 +33,7 @@ def _spent_s(step: Step, config: RunConfig) -> float:
 
 REMEDY = Remedy(
     name="convolution search",
+    line="torch.backends.cudnn.benchmark = True",
     applies=_applies,
     predicted_gain=lambda step, config: amdahl(step, 0.15 * _spent_s(step, config)),
     change=lambda config: ["tune.search_convolutions=true"],

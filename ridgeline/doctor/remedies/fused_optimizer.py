@@ -6,6 +6,7 @@ from ridgeline.doctor.remedies.contract import OPTIMIZER, Remedy, amdahl, second
 
 REMEDY = Remedy(
     name="fused optimizer",
+    line="AdamW(..., fused=True)",
     applies=lambda step, config: (
         None if config.tune.fused_optimizer else "the optimizer goes over the weights several times"
     ),

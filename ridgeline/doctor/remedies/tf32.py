@@ -10,13 +10,14 @@ RATE = 4.0
 
 
 def _applies(step: Step, config: RunConfig) -> str | None:
-    if on_cuda(step) and layout_of(config).precision == "fp32":
+    if on_cuda(step) and layout_of(config).precision == "fp32" and config.model.dtype != "float64":
         return "products are in float32, off the tensor cores"
     return None
 
 
 REMEDY = Remedy(
     name="tf32",
+    line='torch.set_float32_matmul_precision("high")',
     applies=_applies,
     predicted_gain=lambda step, config: amdahl(step, products_s(step) * (1 - 1 / RATE)),
     change=lambda config: ["layout.precision=tf32"],

@@ -15,6 +15,7 @@ def _applies(step: Step, config: RunConfig) -> str | None:
 
 REMEDY = Remedy(
     name="loader processes",
+    line="DataLoader(..., num_workers=N, persistent_workers=True, pin_memory=True)",
     applies=_applies,
     # Less than threads: batches have to come over from another process.
     predicted_gain=lambda step, config: amdahl(step, 0.8 * step.data_s),

@@ -222,8 +222,17 @@ def test_a_script_is_ended_when_enough_was_seen(tmp_path: Path) -> None:
 def test_a_script_that_ends_too_early_is_told(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text("import torch\n")
-    with pytest.raises(RunError, match="ended after 0 steps of an optimizer, and 15 are needed"):
+    with pytest.raises(
+        RunError, match=r"no optimizer of torch's had made a step by then; .* 15 steps"
+    ):
         measure_script(script, [], Options(steps=8))
+    script.write_text(AROUND + "for _ in range(5):\n    step()\n")
+    with pytest.raises(
+        RunError, match=r"after 5 steps .* 15 are needed, or 13 with --steps 6; let"
+    ):
+        measure_script(script, [], Options(steps=8))
+    with pytest.raises(RunError, match=r"after 5 steps .* 13 are needed; let"):
+        measure_script(script, [], Options(steps=6))
 
 
 LAYERS = """
