@@ -283,9 +283,11 @@ def _check_is_training(what: str) -> None:
     from ridgeline.rundir import CONFIG
 
     if Path(what).is_dir() and what not in recipe_names():
+        inside = sorted(Path(what).glob(f"*/{CONFIG}"))
+        named = f", {inside[-1].parent} for one" if inside else ""
         raise UsageError(
-            f"{what} is a directory without {CONFIG}, and so no run; name a run directory, a recipe or a "
-            "script"
+            f"{what} is a directory without {CONFIG}, and so no run; name a run directory{named}, a recipe "
+            "or a script"
         )
 
 

@@ -195,7 +195,7 @@ class Waiting:
             is_joined = is_joined or joins
             budget_s = 10.0 * math.ceil(needed_s / 10.0)
             found.append(Untried(name, NO_TIME, gain, reason, budget_s))
-        applying = {promise.remedy.name for promise in ranked} | self._no_faster.keys()
+        applying = {promise.remedy.name for promise in ranked}
         on_gpu = dataclasses.replace(step, device_kind="cuda")
         for name, remedy in self._remedies.items():
             if name not in applying:

@@ -139,6 +139,25 @@ def test_what_does_not_run_on_the_device_either_stays_estimated() -> None:
     assert count_forward(estimated, nn.Identity(), torch.zeros(2, 20)) == estimated
 
 
+@torch.library.custom_op("ridgeline_tests::product", mutates_args=())
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+def test_products_in_an_operator_that_nobody_knows_are_not_counted_as_none() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(20, 20))
+            self.head = nn.Linear(20, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(product(x, self.weight))
+
+    estimated = ModelFacts("m", 3, 3, 12, 18.0, 6.0, "6N", (20,))
+    assert count_forward(estimated, Own(), torch.zeros(2, 20)) == estimated
+
+
 def test_experts_side_by_side_and_attention_on_a_cpu_are_counted() -> None:
     """Mixtral of transformers, against the formula: two of its eight experts a token."""
     transformers = pytest.importorskip("transformers")

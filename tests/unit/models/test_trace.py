@@ -187,6 +187,8 @@ def test_experts_side_by_side_are_products_and_keep_what_a_real_step_keeps(mode:
     assert sorted((p.m.at(3), p.n.at(3), p.k.at(3), p.batch.at(3)) for p in products) == [
         (15, 16, 24, 4), (15, 24, 16, 4),
     ]  # fmt: skip
+    selective = sum(b.costs["wide"].saved_selective.total.at(3) for b in found.blocks)
+    assert selective >= 60 * (24 + 16) * 4  # results of both products among it
     torch.manual_seed(0)
     model, (inputs, targets) = _experts(), _rows(20)
     teach_autocast("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,6 +158,24 @@ def test_a_whole_model_is_saved_and_computes_the_same_when_loaded(
         assert type(other) is type(model)
         assert torch.equal(other(x), out)
         assert [n for n, _ in other.named_parameters()] == [n for n, _ in model.named_parameters()]
+
+
+def test_a_precision_that_no_forward_pass_entered_is_said_once() -> None:
+    job = ridgeline.start(device="cpu", layout="precision=bf16")
+    model = job.parallelize(nn.Linear(8, 4))
+    with pytest.warns(
+        UserWarning, match=r"precision=bf16 was asked for, .* `with job.autocast\(\):`"
+    ):
+        job.mean(model(torch.randn(2, 8)).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job.mean(1.0)
+        for layout in ("precision=bf16", "dp=1"):
+            other = ridgeline.start(device="cpu", layout=layout)
+            if layout != "dp=1":
+                with other.autocast():
+                    pass
+            other.mean(1.0)
 
 
 def test_only_an_optimizer_that_nobody_decided_on_is_fused() -> None:
