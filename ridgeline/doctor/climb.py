@@ -507,9 +507,9 @@ def _measure(
 
 
 def _find_wobble(ascent: _Ascent) -> bool:
-    """Once a climb: how far the baseline's losses move when its first weights do, by no more than bf16
-    rounds them. Whether that has become known now."""
-    if ascent.is_wobble_asked:
+    """Once a climb, and while there is time: how far the baseline's losses move when its first weights do,
+    by no more than bf16 rounds them. Whether that has become known now."""
+    if ascent.is_wobble_asked or ascent.is_late:
         return False
     ascent.is_wobble_asked = True
     ascent.ahead.close()  # the baseline needs more memory than most, and is not to find less for others

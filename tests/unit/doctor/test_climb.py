@@ -292,8 +292,13 @@ def test_remedies_apply_where_they_can() -> None:
     assert "channels last" in applying(GPU, *image)
     assert "narrow residual" not in applying(GPU, *image)
     on_cpu = applying(Parts(step_s=1.0, data_s=0.5))
-    assert {"reading threads", "loader processes"} <= set(on_cpu)
-    assert not {"bf16", "tf32", "compile"} & set(on_cpu)
+    assert {"reading threads", "loader processes", "compile"} <= set(on_cpu)
+    assert not {"bf16", "tf32"} & set(on_cpu)
+    fast = Parts(step_s=1.0, bf16_rate=2.0)
+    assert "bf16" in applying(fast)
+    wide = ["model.name=resnet18", "model.args={}"]
+    assert "channels last" in applying(fast, *wide)
+    assert "channels last" not in applying(GPU, *wide)
 
 
 def test_a_deep_model_is_compiled_block_by_block_first() -> None:
