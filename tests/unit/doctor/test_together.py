@@ -258,6 +258,7 @@ def test_what_was_no_faster_comes_again_in_a_much_shorter_step() -> None:
     waiting.take(narrow)
     waiting.note_dropped(narrow, dropped("narrow", 0.96), STEP, CONFIG)
     assert names(waiting.rank(Parts(step_s=0.092), CONFIG)) == ["other", "slow"]
+    assert names(waiting.rank(Parts(step_s=0.0905), CONFIG)) == ["other", "narrow", "slow"]
     shorter = Parts(step_s=0.08)
     found = waiting.rank(shorter, CONFIG)
     assert names(found) == ["other", "narrow", "slow"]  # promised before, and not kept
@@ -267,6 +268,16 @@ def test_what_was_no_faster_comes_again_in_a_much_shorter_step() -> None:
     waiting.take(narrow)
     waiting.note_dropped(narrow, dropped("narrow", 0.99), shorter, CONFIG)
     assert names(waiting.rank(Parts(step_s=0.01), CONFIG)) == ["other", "slow"]  # once only
+
+
+def test_what_waits_as_one_of_a_pair_does_not_come_again_by_itself() -> None:
+    narrow = remedy("narrow", 1.09, "train.clip=1.0")
+    feeds = remedy("feeds", 1.2, "data.prefetch=7", feeds=True)
+    waiting = Waiting([narrow, feeds])
+    waiting.take(narrow)
+    held_back = dataclasses.replace(dropped("narrow", 0.98), step_s=0.1, data_share=0.5)
+    assert waiting.note_dropped(narrow, held_back, Parts(step_s=0.1), CONFIG) is not None
+    assert "narrow" not in names(waiting.rank(Parts(step_s=0.05), CONFIG))
 
 
 def test_what_was_much_slower_or_no_right_does_not_come_again() -> None:
