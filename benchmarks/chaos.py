@@ -158,7 +158,17 @@ def stop_rank(job: Job, dice: random.Random) -> None:
     dice.choice(job.workers() or [job.process]).send_signal(signal.SIGSTOP)
 
 
+WRITTEN_S = 20.0
+"""For which the second checkpoint is waited for."""
+
+
 def damage(job: Job, dice: random.Random, harm: Callable[[Path, random.Random], None]) -> None:
+    # They are written beside the steps, and on a busy machine a good deal later.
+    until = time.monotonic() + WRITTEN_S
+    while (
+        len(checkpoints(job.path)) < 2 and job.process.poll() is None and time.monotonic() < until
+    ):
+        time.sleep(0.05)
     job.kill_all()
     found = checkpoints(job.path)
     if len(found) < 2:

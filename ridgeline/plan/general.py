@@ -15,11 +15,12 @@ from typing import Any, Final
 
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
+from ridgeline.plan.experts import travel_cost
 from ridgeline.plan.job import Placed
 from ridgeline.plan.kernels import element_bytes, flash_s, gemm_s, moved_s
 from ridgeline.plan.layer import Cost, LayerCost
 from ridgeline.plan.machine import Device, Machine
-from ridgeline.plan.module import Amount, Block, Bytes, Experts, ModuleFacts, Product, Work
+from ridgeline.plan.module import Amount, Block, Bytes, ModuleFacts, Product, Work
 from ridgeline.plan.network import Group, collective_s, group_of, point_to_point_s
 from ridgeline.plan.own import MIXED, STRIDED, UPCAST, is_half, own_recompute
 from ridgeline.plan.software import RIDGELINE, Software
@@ -35,11 +36,6 @@ SPREAD: Final = 0.16
 """How much more it is with sequence parallelism."""
 HEADS: Final = (32, 64, 96, 128, 192, 256)
 """Widths of a head that fused attention has kernels for; others are filled up to the next."""
-INDEX_BYTES: Final = 8
-WEIGHT_BYTES: Final = 4
-"""Bytes of a number that says where a row goes, and of an expert's weight for a token."""
-ROUTE_KERNELS: Final = (36, 22)
-"""Kernels, forward and backward, that finding the way of tokens and moving them takes."""
 FLASH_BACK: Final = 2
 """Kernels of fused attention's backward besides the largest."""
 
@@ -311,7 +307,7 @@ def block_cost(
         forward += _summed(machine, it.reduced_forward, it.reductions_forward, part, tp_group)
         backward += _summed(machine, it.reduced_backward, it.reductions_backward, part, tp_group)
     for experts in it.experts if part.ep > 1 else ():
-        there, back = travel_cost(machine, experts, part, ep_group)
+        there, back = travel_cost(machine, experts, part.samples, part.mode, ep_group)
         forward, backward = forward + there, backward + back
     if part.tiles > 1:
         halo = _halos(machine, it, part)
@@ -394,38 +390,6 @@ def _halos(machine: Machine, block: Block, part: Share) -> Cost:
                 total += 2 * halo.count * point_to_point_s(machine, num_bytes, crosses)
                 count += 2 * halo.count
     return Cost(communication=total, kernels=2 * count)
-
-
-def travel_bytes(experts: Experts, part: Share) -> tuple[float, float, float]:
-    """Of a microbatch of one rank, what it sends to all ranks, itself among them: the tokens, their errands
-    (which token, which expert, with which weight), and what comes back."""
-    tokens = experts.tokens.at(part.samples)
-    visits = tokens * experts.visits(part.ep)
-    errands = (2 * INDEX_BYTES + WEIGHT_BYTES) * experts.chosen * tokens
-    return visits * experts.sent[part.mode], errands, visits * experts.returned[part.mode]
-
-
-def travel_cost(machine: Machine, experts: Experts, part: Share, group: Group) -> tuple[Cost, Cost]:
-    """Tokens to the ranks of their experts and back, forward and backward: `parallel/expert/stacked.py`."""
-    sent, errands, returned = travel_bytes(experts, part)
-    pairs = experts.tokens.at(part.samples) * experts.chosen * experts.sent[part.mode]
-    results = experts.tokens.at(part.samples) * experts.chosen * experts.returned[part.mode]
-    weights = errands * WEIGHT_BYTES / (2 * INDEX_BYTES + WEIGHT_BYTES)
-
-    def all_to_all(*sizes: float) -> float:
-        return sum(collective_s(machine, "all_to_all", size, group) for size in sizes)
-
-    # Rows are put in order, spread out to pairs of a token and an expert, summed for each token on the rank
-    # that had it, and added up where they came from; backward undoes the same.
-    moved = 2.0 * sent + 2.0 * pairs + (results + returned) + 2.0 * returned
-    counts = 2.0 * INDEX_BYTES * part.ep
-    there = all_to_all(counts, errands - weights, weights, sent, returned)
-    back = all_to_all(returned, sent, weights)
-    forward, backward = ROUTE_KERNELS
-    return (
-        Cost(0.0, 0.0, moved_s(machine.device, moved, forward), there, forward),
-        Cost(0.0, 0.0, moved_s(machine.device, moved, backward), back, backward),
-    )
 
 
 # Blocks into stages

@@ -11,7 +11,8 @@ import math
 from functools import lru_cache
 from typing import Final
 
-from ridgeline.plan.general import INDEX_BYTES, ModuleJob, recomputes, travel_bytes
+from ridgeline.plan.experts import INDEX_BYTES, travel_bytes
+from ridgeline.plan.general import ModuleJob, recomputes
 from ridgeline.plan.general_time import experts_of, parameters_of, sent_bytes, trainable_of
 from ridgeline.plan.kernels import element_bytes
 from ridgeline.plan.memory import StepMemory, gradient_bytes, in_flight
@@ -61,7 +62,7 @@ def _on_the_way(job: ModuleJob, block: Block) -> float:
     """Tokens that have come, one by one and for each of their experts, and what goes back."""
     most = 0.0
     for one in block.experts if job.ep > 1 else ():
-        sent, _, returned = travel_bytes(one, job.part)
+        sent, _, returned = travel_bytes(one, job.samples, job.mode, job.ep)
         pairs = one.tokens.at(job.samples) * one.chosen
         most = max(most, sent + pairs * one.returned[job.mode] + returned)
     return most

@@ -19,15 +19,8 @@ from ridgeline.config import RunConfig, load_config
 from ridgeline.errors import UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout
-from ridgeline.plan.general import (
-    INDEX_BYTES,
-    ROUTE_KERNELS,
-    WEIGHT_BYTES,
-    ModuleJob,
-    cost_of,
-    module_job,
-    travel_bytes,
-)
+from ridgeline.plan.experts import INDEX_BYTES, ROUTE_KERNELS, WEIGHT_BYTES, travel_bytes
+from ridgeline.plan.general import ModuleJob, cost_of, module_job
 from ridgeline.plan.general_memory import kept_bytes, module_stage_memory
 from ridgeline.plan.machine import load_machine
 from ridgeline.plan.memory import fits
@@ -181,7 +174,7 @@ def test_a_rank_keeps_sends_and_calls_what_is_predicted(ranks: Any, layout: str)
     assert kept > 1.02 * sum(b.count * kept_bytes(job.replace(ep=1), b) for b in blocks)
     there, errands, back = map(
         sum,
-        zip(*(travel_bytes(e, job.part) for b in blocks for e in b.experts * b.count), strict=True),
+        zip(*(travel_bytes(e, job.samples, job.mode, job.ep) for b in blocks for e in b.experts * b.count), strict=True),
     )
     # Of 384 to 768 tokens drawn by chance, a few more or fewer go to another rank than in the mean.
     assert there + errands + back == pytest.approx(mean["sent_forward"], rel=0.06)

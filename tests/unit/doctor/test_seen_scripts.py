@@ -72,9 +72,8 @@ def test_a_script_of_plain_torch_is_seen(script: Path) -> None:
     assert found.look["num_outputs"] == 10
     # It enters autocast itself, which only its products show.
     assert Layout.parse(found.layout) == Layout(precision="bf16")
-    remedies = list_remedies(seen.measured, as_listed(of_script(script), found))
-    assert remedies[0].startswith("loader processes (up to x")
-    assert any(text.startswith("fused optimizer") for text in remedies)
+    waits = replace(seen.measured, data_s=0.5 * seen.measured.step_s)
+    assert "loader processes" in names_of(waits, as_listed(of_script(script), found))
 
 
 def test_a_script_with_a_job_is_seen(script: Path) -> None:
