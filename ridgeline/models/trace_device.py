@@ -202,7 +202,7 @@ def _functions(
         a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
-        if is_aligned(a.shape, b.shape):
+        if is_aligned(a.shape, b.shape) and bias is None and out_dtype is None:
             a, b = cast.lower(a), cast.lower(b)
         groups = len(offs) if offs is not None else max(a.shape[0], b.shape[0])
         return _Grouped.apply(watcher, a, b, groups)  # type: ignore[no-any-return, no-untyped-call]
@@ -217,8 +217,12 @@ def _functions(
         "_grouped_mm": grouped,
     }
     functions = {name: function for name, function in functions.items() if _exists(name)}
-    if dtype is None:
-        return functions
+    return functions if dtype is None else functions | _autocast(cast)
+
+
+def _autocast(cast: _Cast) -> dict[str, Callable[..., Any]]:
+    """By operator of its lists: the same in another type."""
+    aten = torch.ops.aten
 
     def casting(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
         packet, _, overload = name.partition(".")
@@ -241,7 +245,7 @@ def _functions(
 
         return call
 
-    functions |= {name: casting(name, cast.lower) for name in _LOWER if _exists(name)}
+    functions = {name: casting(name, cast.lower) for name in _LOWER if _exists(name)}
     functions |= {name: casting(name, cast.wide) for name in _WIDE if _exists(name)}
     functions |= {name: summing(name) for name in _WIDE_RESULT if _exists(name)}
     return functions
