@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import shutil
 import signal
 import sys
@@ -32,15 +31,12 @@ from ridgeline.errors import RunError, UsageError
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
     from ridgeline.doctor.measured import Measured
-    from ridgeline.doctor.seen import SeenScript
     from ridgeline.doctor.states import Effort
     from ridgeline.plan.kept import Compared
     from ridgeline.rundir import RunDir
 
 DOCTOR = "doctor.json"
 STEPS = 30
-PROMISE = 1.005
-"""A gain below is none to tell of."""
 BUDGET_S, LOSS_BOUND, ROUNDS = 1800.0, 0.005, 5
 """Of a climb where nothing else is said."""
 
@@ -200,6 +196,7 @@ def _judge_run(asked: Asked) -> dict[str, Any]:
 def _judge_training(asked: Asked) -> dict[str, Any]:
     """A recipe or a script: some steps of it are run, and with --climb many more."""
     from ridgeline.config import find_recipe, load_config, telling_places
+    from ridgeline.doctor.recommend import how_to_try
     from ridgeline.doctor.request import TRACE, read_answers
     from ridgeline.doctor.seen import as_listed, of_script
     from ridgeline.rundir import RunDir
@@ -225,8 +222,9 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
             ran, more = _with_ranks(config, asked.num_processes), ""
         else:
             assert script is not None  # rank 0 says it with its measurement
-            ran = as_listed(of_script(Path(asked.what)), script)
-            more = _how_to_try(asked, script)
+            ran, more = as_listed(of_script(Path(asked.what)), script), ""
+            if asked.effort is None:
+                more = how_to_try(asked.what, asked.rest, asked.num_processes, script.has_job)
         value = _conclude(
             ranks, timeline, out, asked.as_json, folder / TRACE, ran, without=without, more=more
         )
@@ -244,23 +242,6 @@ def _note_strangers(ranks: list[Measured], num_processes: int) -> list[Measured]
         "each other, and this is the first of them"
     )
     return [dataclasses.replace(ranks[0], notes=(*ranks[0].notes, note))]
-
-
-def _how_to_try(asked: Asked, script: SeenScript) -> str:
-    """What is said beneath the remedies of a script."""
-    from ridgeline.doctor.interface import FIVE_LINES
-
-    if asked.effort is not None:
-        return ""
-    rest = ["--", *asked.rest] if asked.rest else []
-    command = shlex.join(["ridgeline", "doctor", asked.what, "--climb", *rest])
-    where = ", on one device," if asked.num_processes > 1 else ""
-    if script.has_job:
-        return f"`{command}`{where} tries what can be set from outside, and keeps what is faster and right"
-    return (
-        f"--climb{where} tries what can be set from outside, in a script with five lines: {FIVE_LINES} "
-        "(docs/train.md)"
-    )
 
 
 @contextmanager
@@ -388,6 +369,7 @@ def _conclude(
     was predicted of a finished run. `without`: remedies that nobody wants to hear of; `more` is said
     beneath those that there are."""
     from ridgeline.doctor.pictures import write_pictures
+    from ridgeline.doctor.recommend import list_remedies
     from ridgeline.doctor.show import show_verdict
     from ridgeline.doctor.verdict import judge
 
@@ -458,26 +440,3 @@ def _compare(run: RunDir, measured: Measured) -> list[Compared]:
     seen = [measured.memory.peak_bytes] if measured.memory is not None else []
     most = max([*seen, *ranks], default=None)
     return compare_run(run, measured.step_s, most, measured.device_kind == "cuda")
-
-
-def list_remedies(measured: Measured, config: RunConfig, without: Sequence[str] = ()) -> list[str]:
-    """Remedies that apply to a recipe, or to a script in such words, the one with the largest predicted
-    gain first, but for those named in `without`. The layout is that of all ranks, `dp` included."""
-    from ridgeline.doctor.model_look import SCRIPT
-    from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
-
-    is_script = config.model.name == SCRIPT
-    known = SCRIPT_REMEDIES if is_script else REMEDIES
-    found = []
-    for name, remedy in known.items():
-        reason = remedy.applies(measured, config)
-        if reason is not None and name not in without:
-            found.append((remedy.predicted_gain(measured, config), name, reason))
-    lines = []
-    for gain, name, why in sorted(found, reverse=True):
-        told = known[name].advice or (known[name].line if is_script else "")
-        if gain < PROMISE and not known[name].advice:
-            continue
-        promise = f" (up to x{gain:.2f})" if gain >= PROMISE else ""
-        lines.append(f"{name}{promise}: {why}{f'; {told}' if told else ''}")
-    return lines

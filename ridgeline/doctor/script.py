@@ -94,6 +94,7 @@ class _Watch:
         if self.probe is None:
             self.optimizer, self.model = optimizer, find_model(optimizer)
             self.place = find_place()
+            self.seen = SeenScript(has_job=self.job is not None)
             with suppress(Exception):  # what it says of remedies is worth no script's end
                 look = self.look or (look_of(self.model) if self.model is not None else Look())
                 self.seen = look_at_script(self.job, look, self.workers, optimizer)

@@ -12,12 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from ridgeline.cli import app
-from ridgeline.cli_doctor import list_remedies
 from ridgeline.config import dump_config, find_recipe, load_config
 from ridgeline.doctor import model_look
 from ridgeline.doctor.finished import measure_run
 from ridgeline.doctor.interface import surely_lacks_interface
 from ridgeline.doctor.measure import Facts, Options, measure, measure_training
+from ridgeline.doctor.recommend import list_remedies
 from ridgeline.doctor.script import measure_script
 from ridgeline.doctor.verdict import judge
 from ridgeline.errors import RunError, UsageError

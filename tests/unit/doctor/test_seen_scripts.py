@@ -12,11 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from ridgeline.cli import app
-from ridgeline.cli_doctor import list_remedies
 from ridgeline.config import RunConfig
 from ridgeline.doctor.measure import Options
 from ridgeline.doctor.measured import ClassTime, Measured
 from ridgeline.doctor.model_look import Look
+from ridgeline.doctor.recommend import list_remedies
 from ridgeline.doctor.script import measure_script
 from ridgeline.doctor.seen import SeenScript, as_computed, as_listed, as_seen, of_script
 from ridgeline.errors import UsageError
