@@ -21,7 +21,7 @@ import typer
 from ridgeline import cli_jobs as jobs
 from ridgeline.cli_checkpoint import checkpoint_app
 from ridgeline.cli_data import data_app
-from ridgeline.cli_doctor import doctor
+from ridgeline.cli_doctor import DoctorCommand, doctor
 from ridgeline.cli_export import export
 from ridgeline.cli_launch import launch_app
 from ridgeline.cli_machine import machine_app
@@ -64,7 +64,7 @@ app.add_typer(launch_app, name="launch")
 app.add_typer(machine_app, name="machine")
 app.add_typer(plan_app, name="plan")
 app.add_typer(scale_app, name="scale")
-app.command()(doctor)
+app.command(cls=DoctorCommand)(doctor)
 app.command()(export)
 app.command()(search)
 app.command()(watch)

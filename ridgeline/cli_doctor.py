@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ridgeline.cli_shared import choose_for_ranks, ended_in_order, num_cores, require_torch
 from ridgeline.errors import RunError, UsageError
@@ -87,6 +88,25 @@ Without = Annotated[
     typer.Option(help="With --climb: a remedy that is not to be tried, by name; may be repeated."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+class DoctorCommand(TyperCommand):
+    """Tells of `--` where an option is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", None)
+            script = next((word for word in given if word.endswith(".py")), None)
+            if script is None or option is None or option not in given:
+                raise
+            after = " ".join(given[given.index(option) :])
+            raise UsageError(
+                f"{option} is no option of the doctor's; a script's own arguments come after --: "
+                f"ridgeline doctor {script} -- {after}"
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -357,10 +357,21 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
         for known in stale:
             del origin[known]
         origin[key] = "command line"
+    if recipe is not None and values and not {"model", "data"} & set(values):
+        _refuse_script_settings(recipe, values)
     with telling_places(recipe, overrides):
         config = build_typed(RunConfig, values, "", leaves(to_plain(RunConfig())))
         _check_values(config)
     return Resolved(config, _origin_of_leaves(config, origin))
+
+
+def _refuse_script_settings(path: Path, values: Mapping[str, Any]) -> None:
+    """What a script's climb has left has settings of a recipe, and some that no recipe has."""
+    if set(values) <= {"layout", "tune", "loader", "channels_last"}:
+        raise UsageError(
+            f"{path} holds a script's settings and is no recipe; RIDGELINE_TUNE={path} python SCRIPT.py "
+            "uses them"
+        )
 
 
 @contextmanager

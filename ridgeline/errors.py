@@ -60,11 +60,14 @@ class Requeue(RunError):
 
 def tell_where(error: BaseException) -> str:
     """The line of the user's own code that raised, in brackets; empty where it was none of theirs."""
-    own = Path(__file__).parent
+    own, torchs = Path(__file__).parent, {"site-packages", "dist-packages"}
+    pythons = Path(os.__file__).parent
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
-        if frame.filename.startswith("<") or own in path.parents or "site-packages" in path.parts:
+        if frame.filename.startswith("<") or {own, pythons} & set(path.parents):
+            continue
+        if torchs & set(path.parts):
             continue
         place = f" ({os.path.relpath(path)}:{frame.lineno})"
     return place

@@ -91,6 +91,7 @@ class _Ascent:
     ahead: Ahead
     unit: str = ""
     per_step: float = 0.0
+    device: str = ""
     baseline_losses: list[float] = field(default_factory=list)
     reordered_losses: list[float] = field(default_factory=list)
     """The baseline's, moved as far as kept states that cost no digits have moved theirs."""
@@ -179,6 +180,7 @@ class _Ascent:
             budget_s=effort.budget_s if math.isfinite(effort.budget_s) else None,
             spent_s=self.spent_s,
             wobble=self.wobble,
+            device=self.device,
         )
 
 
@@ -321,6 +323,7 @@ def _begin(ascent: _Ascent, what: str) -> None:
             "steps, so that loss curves cannot be compared; call loss.backward() on one number a step"
         )
     ascent.unit = kept.last["unit"]
+    ascent.device = kept.last["device"]
     ascent.per_step = kept.last["samples"] * kept.last["units_per_sample"]
     for step, loss in enumerate(losses):
         if not math.isfinite(loss):
@@ -347,7 +350,6 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
         reason = remedy.applies(seen, ascent.kept.config)
         if reason is not None:
             ascent.advice.append(f"{remedy.name}: {reason}; {remedy.advice}")
-            ascent.say(f"by hand: {ascent.advice[-1]}")
     waiting = Waiting(changing)
     while True:
         config = ascent.kept.config

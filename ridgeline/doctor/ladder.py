@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from ridgeline.doctor.losses import BEHIND, LONGER, WIDEST, WOBBLES, widen
-from ridgeline.machine.picture import duration
+from ridgeline.machine.picture import duration, label, svg
 
 DISAGREE = (
     "these differ by more than their noise: the machine did other work meanwhile, or the remedies do not "
     "add up; climb again when it is idle"
 )
+KEPT, DROPPED = "#2f6fb0", "#b0562f"
+"""Colours of the bars."""
+UNSTEADY = 0.1
+"""States whose turns are further apart than this share the machine: alone, steps of one are within some per
+cent of each other."""
 STEADY = 0.05
 """Own turns that are further than this from the baseline's pace are worth a line."""
 
@@ -135,6 +141,8 @@ class Ladder:
     budget_s: float | None = None
     """None where there was no end to it."""
     spent_s: float = 0.0
+    device: str = ""
+    """Its kind: cuda or cpu."""
     wobble: float | None = None
     """How far the baseline is from itself when its first weights are nudged; None where nobody asked."""
 
@@ -178,7 +186,13 @@ def show_ladder(ladder: Ladder) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (HEAD, tuple("-" * width for width in widths), *rows)
     ]
-    for paragraph in (_whole(ladder), _notes(ladder), _untried(ladder), _advice(ladder)):
+    for paragraph in (
+        _whole(ladder),
+        _busy(ladder),
+        _notes(ladder),
+        _untried(ladder),
+        _advice(ladder),
+    ):
         lines += ["", *paragraph] if paragraph else []
     return "\n".join(lines)
 
@@ -213,6 +227,18 @@ def _whole(ladder: Ladder) -> list[str]:
     ]
 
 
+def _busy(ladder: Ladder) -> list[str]:
+    """Where it is plain that the states were not alone."""
+    spreads = [rung.spread for rung in ladder.rungs if rung.spread is not None]
+    usual = statistics.median(spreads) if spreads else 0.0
+    if usual <= UNSTEADY:
+        return []
+    return [
+        f"this machine did other work meanwhile: the turns of one state are ±{usual:.0%} apart as a rule, "
+        "and gains that are smaller than that may not have been seen; climb again when it is idle"
+    ]
+
+
 def _notes(ladder: Ladder) -> list[str]:
     """How each column was found."""
     step = (
@@ -232,6 +258,9 @@ def _notes(ladder: Ladder) -> list[str]:
     tenth = "10th step: from the start of the state's process to the end of its tenth step"
     if any(rung.beside and rung.tenth_step_s is not None for rung in ladder.rungs):
         tenth += "; where several started at once, each took longer than it does alone"
+    if any(rung.peak_bytes for rung in ladder.rungs):
+        whose = "tensors on the device" if ladder.device == "cuda" else "the whole process"
+        tenth += f"; memory: {whose}, at its peak"
     many = [
         f"{rung.name}: {', '.join(rung.members)}; each promises too little to be told from noise by itself"
         for rung in ladder.rungs
@@ -338,22 +367,16 @@ def draw_ladder(ladder: Ladder) -> str:
     most = max((rung.times or 0.0) for rung in shown) if shown else 1.0
     height, left, width = 26, 190, 520
     total = height * len(shown) + 16
-    bars = []
+    shapes = []
     for number, rung in enumerate(shown):
         y = 8 + number * height
         length = width * (rung.times or 0.0) / most
-        style = 'fill="#2f6fb0"' if rung.kept else 'fill="none" stroke="#b0562f"'
+        style = f'fill="{KEPT}"' if rung.kept else f'fill="none" stroke="{DROPPED}"'
         rate = f"{rung.times:.2f}x · {show_rate(rung.rate or 0.0, ladder.unit)}"
-        bars.append(
-            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(rung.name)}</text>'
+        shapes += [
+            label(left - 8, y + 15, rung.name, "end"),
             f'<rect x="{left}" y="{y + 2}" width="{length:.1f}" height="{height - 8}" {style}>'
-            f"<title>{escape(f'{rung.full_name}: {rung.why}')}</title></rect>"
-            f'<text x="{left + length + 6:.1f}" y="{y + 15}">{escape(rate)}</text>'
-        )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 220} {total}" '
-        f'font-family="sans-serif" font-size="12" role="img" aria-label="Ladder of the climb">'
-        f"<style>text{{fill:#333}}@media(prefers-color-scheme:dark){{text{{fill:#ddd}}}}</style>"
-        + "".join(bars)
-        + "</svg>\n"
-    )
+            f"<title>{escape(f'{rung.full_name}: {rung.why}')}</title></rect>",
+            label(left + length + 6, y + 15, rate),
+        ]
+    return svg(left + width + 220, total, shapes, "Ladder of the climb")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SCRIPT = "script"
 """The model's name where it is that of a user's own script."""
+STREAMS = "streams"
+"""In `data.args` of a script whose data set only iterates."""
 MANY_CONVOLUTIONS = 4
 """A model with so many is a convolutional one; one that cuts an image into patches has one or two."""
 

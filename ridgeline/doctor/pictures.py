@@ -138,7 +138,7 @@ def draw_memory(measured: Measured, timeline: Timeline) -> str:
     def y(size: float) -> float:
         return height - 70 - (height - 120) * size / top
 
-    title = f"memory over the watched steps: {amount(top, 'B')} at the most"
+    title = f"memory of tensors over the watched steps: {amount(top, 'B')} at the most"
     shapes = [label(left, 24, title)]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         shapes.append(line(left, y(share * top), width - 20, y(share * top), PALE))

@@ -68,6 +68,8 @@ class _Watch:
         """Rank and number of ranks, after the first step."""
         self.workers = 0
         """Processes of the loader that was asked for a batch last."""
+        self.streams = False
+        """Whether its data set only iterates."""
         self._depth = 0
         self._is_due = False
 
@@ -97,7 +99,7 @@ class _Watch:
             self.seen = SeenScript(has_job=self.job is not None)
             with suppress(Exception):  # what it says of remedies is worth no script's end
                 look = self.look or (look_of(self.model) if self.model is not None else Look())
-                self.seen = look_at_script(self.job, look, self.workers, optimizer)
+                self.seen = look_at_script(self.job, look, self.workers, optimizer, self.streams)
             device = next(p.device for g in optimizer.param_groups for p in g["params"])
             self.roofline = find_roofline(device, self._options.machine)
             options = self._options
@@ -196,6 +198,7 @@ def _watched(watch: _Watch) -> Iterator[None]:
 
     def next_batch(self: Any) -> Any:
         watch.workers = self._num_workers
+        watch.streams = self._dataset_kind == dataloader._DatasetKind.Iterable
         if watch.probe is None:
             return before[0](self)
         with watch.probe.waiting_for_data():

@@ -32,7 +32,7 @@ from ridgeline.doctor.interface import tell_missing
 from ridgeline.doctor.model_look import Look, look_of
 from ridgeline.doctor.script import Enough, no_checkpoints, run_script
 from ridgeline.doctor.seen import look_at_script
-from ridgeline.errors import UsageError
+from ridgeline.errors import RunError, UsageError, tell_where
 from ridgeline.machine.describe import peak_memory_bytes
 from ridgeline.train.job import Job, JobLoader
 
@@ -213,8 +213,9 @@ def main(argv: list[str]) -> None:
             traceback.print_exc()
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             usage = isinstance(error, UsageError)
-            text = first if usage else f"{type(error).__name__}: {first}"
-            turns.answer({"failed": text, "usage": usage})
+            if not isinstance(error, (UsageError, RunError)):
+                first = f"{type(error).__name__}: {first}{tell_where(error)}"
+            turns.answer({"failed": first, "usage": usage})
     sys.stdout.flush()
     os._exit(0)  # a loader's process may still wait for room
 

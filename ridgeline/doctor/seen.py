@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.config import RunConfig
 from ridgeline.doctor.measured import ATTENTION, CONVOLUTION, MATRIX, Measured
-from ridgeline.doctor.model_look import SCRIPT, Look
+from ridgeline.doctor.model_look import SCRIPT, STREAMS, Look
 from ridgeline.layout import Layout
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class SeenScript:
     """Of its model (`model_look.py`)."""
     workers: int = 0
     """Processes of its loader."""
+    streams: bool = False
+    """Whether its loader's data set is one that only iterates, and shares nothing out by itself."""
     fused: bool = False
     """Whether its optimizer is fused, or not ours to choose."""
     tune: dict[str, Any] = field(default_factory=dict)
@@ -49,9 +51,11 @@ class SeenScript:
     has_job: bool = True
 
 
-def look_at_script(job: Job | None, look: Look, workers: int, optimizer: Optimizer) -> SeenScript:
-    """After its first step. `look`: of the model before a job arranged it; `workers`: of the loader that
-    was asked for a batch."""
+def look_at_script(
+    job: Job | None, look: Look, workers: int, optimizer: Optimizer, streams: bool = False
+) -> SeenScript:
+    """After its first step. `look`: of the model before a job arranged it; `workers` and `streams`: of the
+    loader that was asked for a batch."""
     import torch
 
     settings = job.settings if job is not None else None
@@ -64,6 +68,7 @@ def look_at_script(job: Job | None, look: Look, workers: int, optimizer: Optimiz
         layout=str(job.layout if job is not None else _own_layout()),
         look=dataclasses.asdict(look),
         workers=workers,
+        streams=streams,
         fused=_is_settled(optimizer),
         tune=dataclasses.asdict(settings.tune) if settings is not None else {},
         dtype=max(sizes, key=lambda name: sizes[name], default="float32"),
@@ -133,7 +138,8 @@ def as_listed(config: RunConfig, seen: SeenScript) -> RunConfig:
         tune = dataclasses.replace(tune, residual="bf16")
     tune = dataclasses.replace(tune, search_convolutions=tune.search_convolutions or seen.searches)
     model = dataclasses.replace(config.model, dtype=seen.dtype, channels_last=seen.channels_last)
-    return dataclasses.replace(config, layout=str(layout), model=model, tune=tune)
+    data = dataclasses.replace(config.data, args={STREAMS: True} if seen.streams else {})
+    return dataclasses.replace(config, layout=str(layout), model=model, data=data, tune=tune)
 
 
 def as_computed(seen: SeenScript, measured: Measured) -> SeenScript:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ridgeline.doctor.measured import Measured
 from ridgeline.doctor.pictures import step_rows
-from ridgeline.doctor.verdict import Verdict, class_limit
+from ridgeline.doctor.verdict import DATA, HOST, Finding, Verdict, class_limit
 from ridgeline.machine.picture import amount, duration
 from ridgeline.plan.kept import Compared
 
@@ -57,7 +57,7 @@ def show_verdict(
     others = [f for f in verdict.findings[1:] if f.share >= 0.05]
     if others:
         lines += ["", "also:"]
-        lines += [f"  {f.limit}: {f.share:.0%}, {f.cause}" for f in others]
+        lines += [f"  {f.limit}: {f.share:.0%}, {f.cause}{_where(f)}" for f in others]
     if len(measured.ranks) > 1:
         lines += ["", "ranks:"]
         lines += [
@@ -86,6 +86,14 @@ def _predicted(compared: Sequence[Compared]) -> list[str]:
     return lines
 
 
+def _where(finding: Finding) -> str:
+    """The line, class or layer, with what stands on the line."""
+    if not finding.within or finding.within in finding.cause:
+        return ""
+    said = finding.evidence if finding.limit in (DATA, HOST) else ()
+    return f" ({next((text for text in said if text.startswith(finding.within)), finding.within)})"
+
+
 def _headline(m: Measured) -> str:
     ranks = f", {m.num_ranks} ranks" if m.num_ranks > 1 else ""
     text = f"{m.source} on {m.device_name}{ranks}: a step takes {duration(m.step_s)} "
@@ -99,7 +107,9 @@ def _memory(m: Measured) -> list[str]:
     if m.memory is None:
         return []
     memory = m.memory
-    text = f"  memory: {amount(memory.peak_bytes, 'B')} of {amount(memory.capacity_bytes, 'B')}"
+    # On a CPU torch's allocator keeps no count, so that it is the process with all that it has imported.
+    whose = "tensors on the device" if m.device_kind == "cuda" else "the whole process"
+    text = f"  memory: {amount(memory.peak_bytes, 'B')} of {amount(memory.capacity_bytes, 'B')} ({whose})"
     if memory.largest_bytes:
         text += f"; the largest tensor has {amount(memory.largest_bytes, 'B')}"
         text += f" ({memory.largest_what})" if memory.largest_what else ""

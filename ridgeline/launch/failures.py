@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ridgeline.errors import RunError, UsageError, UserCodeFailed, WouldRepeat
+from ridgeline.errors import RunError, UsageError, UserCodeFailed, WouldRepeat, tell_where
 from ridgeline.launch.ranks import RANKS
 
 _ECHO = re.compile(
@@ -73,7 +73,7 @@ def write_failure(
 ) -> None:
     """Called by a failing rank as the last thing it does."""
     known = isinstance(error, (UsageError, RunError))
-    text = str(error) if known else f"{type(error).__name__}: {error}"
+    text = str(error) if known else f"{type(error).__name__}: {error}{tell_where(error)}"
     value = {
         "rank": rank,
         "time": time,

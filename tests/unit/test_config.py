@@ -425,3 +425,10 @@ def test_numbers_are_finite(override: str) -> None:
 def test_a_name_stays_in_its_directory(name: str) -> None:
     with pytest.raises(UsageError, match="directory's name"):
         load_config(find_recipe("digits"), [f"name={name}"])
+
+
+def test_settings_of_a_script_are_no_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "climbed.yaml"
+    path.write_text("layout: precision=bf16\ntune: {fused_optimizer: true}\nchannels_last: true\n")
+    with pytest.raises(UsageError, match="a script's settings and is no recipe; RIDGELINE_TUNE="):
+        load_config(path)

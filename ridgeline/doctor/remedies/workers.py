@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
+from ridgeline.doctor.model_look import STREAMS
 from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl
 from ridgeline.doctor.remedies.reading_ahead import LEAST_WAIT, wanted_prefetch, wanted_readers
 
@@ -10,7 +11,13 @@ from ridgeline.doctor.remedies.reading_ahead import LEAST_WAIT, wanted_prefetch,
 def _applies(step: Step, config: RunConfig) -> str | None:
     if step.data_s < LEAST_WAIT * step.step_s or config.data.workers >= wanted_readers(config):
         return None
-    return f"{step.data_s / step.step_s:.0%} of the step waits for data"
+    why = f"{step.data_s / step.step_s:.0%} of the step waits for data"
+    if config.data.args.get(STREAMS):
+        why += (
+            "; its data set only iterates, so that each process would give all samples once more unless "
+            "__iter__ takes its share by torch.utils.data.get_worker_info()"
+        )
+    return why
 
 
 REMEDY = Remedy(

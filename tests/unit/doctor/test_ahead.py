@@ -81,7 +81,13 @@ class State:
         self.turns: list[float] = []
         self.waits: list[float] = []
         self.peak_bytes, self.tenth_step_s, self.beside = 2e9, None, 0
-        self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1, **machine.memory}
+        self.last = {
+            "unit": "samples",
+            "samples": 8,
+            "units_per_sample": 1,
+            "device": "cpu",
+            **machine.memory,
+        }
         if machine.memory and machine.rests(name):
             self.last["rest_bytes"] = machine.rests(name)
         self.ended = threading.Event()

@@ -138,7 +138,13 @@ def test_a_script_has_to_reach_the_steps_that_are_compared(num_steps: int, tmp_p
             self.taken += untimed + timed
             if self.taken > num_steps:
                 return {"ended": num_steps}
-            parts = {"step_s": 0.1, "data_s": 0.0, "samples": 8, "units_per_sample": 1}
+            parts = {
+                "step_s": 0.1,
+                "data_s": 0.0,
+                "samples": 8,
+                "units_per_sample": 1,
+                "device": "cpu",
+            }
             return {**parts, "losses": [1.0] * (untimed + timed), "peak_bytes": 0, "time": 0.0}
 
         def parts(self) -> Parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -274,7 +275,8 @@ def test_a_script_that_fails_leaves_its_traceback(tmp_path: Path, monkeypatch) -
     done = CliRunner().invoke(app, ["doctor", str(script), "--out", str(tmp_path / "there")])
     assert isinstance(done.exception, RunError), done.output
     first, second = str(done.exception).splitlines()
-    assert first.endswith("ValueError: shapes do not fit")
+    where = os.path.relpath(script)
+    assert first.endswith(f"ValueError: shapes do not fit ({where}:2)")
     path = Path(second.partition("traceback: ")[2])
     assert f'"{script}", line 2, in helper' in path.read_text()
 
@@ -333,6 +335,7 @@ def test_the_command_measures_in_a_process_of_its_own(tmp_path: Path, monkeypatc
         (["digits", "--machine", "nowhere.json"], "no file nowhere.json"),
         (["digits", "layout=dp=3", "-n", "2"], "layout"),
         (["no-such-recipe"], "no-such-recipe"),
+        (["own.py", "--epochs", "3"], "--: ridgeline doctor own.py -- --epochs 3"),
         ([str(Path(__file__).parent)], "is a directory without config.yaml, and so no run"),
     ],
 )

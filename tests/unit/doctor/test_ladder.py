@@ -64,7 +64,7 @@ class State:
         self.turns: list[float] = []
         self.waits: list[float] = []
         self.peak_bytes, self.tenth_step_s, self.beside = 2e9, None, 0
-        self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1}
+        self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1, "device": "cpu"}
         machine.open.append(name)
 
     @property
@@ -226,6 +226,23 @@ def test_a_race_that_contradicts_the_product_is_said_to(tmp_path: Path, machine:
     assert DISAGREE not in text
     raced = dataclasses.replace(ladder.raced, times=4.7, low=4.5, high=5.0)
     assert DISAGREE in show_ladder(dataclasses.replace(ladder, raced=raced))
+
+
+def test_a_ladder_of_a_busy_machine_calls_itself_one(tmp_path: Path, machine: Machine) -> None:
+    ladder, text = go(tmp_path)
+    assert "did other work" not in text
+    spread = [dataclasses.replace(rung, spread=0.25) for rung in ladder.rungs]
+    first = dataclasses.replace(ladder, rungs=(spread[0], *ladder.rungs[1:]))
+    assert "did other work" not in show_ladder(first)  # one slow moment
+    busy = show_ladder(dataclasses.replace(ladder, rungs=tuple(spread)))
+    assert "did other work meanwhile: the turns of one state are ±25% apart" in busy
+
+
+def test_memory_says_whose_it_is(tmp_path: Path, machine: Machine) -> None:
+    ladder, text = go(tmp_path)
+    assert "memory: the whole process, at its peak" in text
+    of_device = show_ladder(dataclasses.replace(ladder, device="cuda"))
+    assert "memory: tensors on the device, at its peak" in of_device
 
 
 def test_every_state_has_its_spread_and_its_tenth_step(tmp_path: Path, machine: Machine) -> None:

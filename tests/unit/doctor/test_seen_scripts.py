@@ -76,6 +76,32 @@ def test_a_script_of_plain_torch_is_seen(script: Path) -> None:
     assert "loader processes" in names_of(waits, as_listed(of_script(script), found))
 
 
+STREAM = """
+import torch
+from torch import nn
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(64), 3
+model = nn.Linear(64, 10)
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in torch.utils.data.DataLoader(Stream(), batch_size=16):
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_processes_for_a_stream_come_with_a_warning(script: Path) -> None:
+    for text, warns in ((STREAM, True), (PLAIN, False)):
+        script.write_text(text)
+        seen = measure_script(script, [], Options(steps=8))
+        assert seen.script is not None
+        waits = replace(seen.measured, data_s=0.5 * seen.measured.step_s)
+        lines = list_remedies(waits, as_listed(of_script(script), seen.script))
+        processes = next(line for line in lines if line.startswith("loader processes"))
+        assert ("get_worker_info" in processes) is warns
+
+
 def test_a_script_with_a_job_is_seen(script: Path) -> None:
     script.write_text(JOB)
     seen = measure_script(script, [], Options(steps=8))

@@ -142,7 +142,7 @@ class State:
         self.turns: list[float] = []
         self.waits: list[float] = []
         self.peak_bytes, self.tenth_step_s, self.beside = 2e9, 3.0, 0
-        self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1}
+        self.last = {"unit": "samples", "samples": 8, "units_per_sample": 1, "device": "cpu"}
 
     @property
     def step_s(self) -> float:

@@ -105,7 +105,17 @@ def test_a_step_that_is_mostly_unexplained_is_said_to_be() -> None:
     assert [f.limit for f in verdict.findings[:2]] == ["not explained", "compute"]
     text = show_verdict(m, verdict, [])
     assert text.startswith("60% of the step is not explained")
-    assert "compute: 30%, arithmetic" in text  # under "also"
+    assert "compute: 30%, arithmetic (matrix)" in text  # under "also"
+
+
+def test_what_else_there_is_comes_with_its_line() -> None:
+    stall = Stall("train.py:12 (log)", 0.02, 4, "aten::item", "total += loss.item()")
+    rows = (ClassTime(MATRIX, 0.07, 100, 0.07 * 640e12, 0.07 * 1e12, "bf16"),)
+    m = replace(BASE, classes=rows, compute_s=0.07, host_s=0.02, launch_s=0.01, stalls=(stall,))
+    text = show_verdict(m, judge(m), [])
+    below = text.partition("also:")[2]
+    assert "host: 20%, synchronisation with the device (train.py:12 (log): aten::item" in below
+    assert "total += loss.item()" in below
 
 
 def test_a_large_unexplained_part_is_said_before_the_cause() -> None:
