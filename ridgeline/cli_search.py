@@ -80,7 +80,10 @@ def search(
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option(help="Not here: each trial as a job of slurm, lsf, pbs or flux, or on ray."),
+        typer.Option(
+            help="Not here: on the nodes of the job around, on ray, or each trial as a job of slurm, lsf, "
+            "pbs or flux."
+        ),
     ] = None,
     job: Annotated[
         list[str] | None,
@@ -165,6 +168,7 @@ def _run(folder: Path, request: Request, places: Places, retry: bool) -> None:
 
     found = Search(folder, request, places, _Teller(request))
     say(f"{folder}: {_plan_text(request, found.schedule.shares)}")
+    _tell_idle(request)
     try:
         found.run(retry)
     finally:
@@ -176,6 +180,16 @@ def _run(folder: Path, request: Request, places: Places, retry: bool) -> None:
         failed = [one for one in found.journal.trials if one.failed]
         why = f"all failed, the last with: {failed[-1].failed}" if failed else "none gave a number"
         raise RunError(f"no trial has a result: {why}")
+
+
+def _tell_idle(request: Request) -> None:
+    """Of a search on one node of a job that has more."""
+    from ridgeline.launch.nodes import job_around
+
+    with suppress(UsageError):
+        nodes = 1 if request.on else job_around()[1].num_nodes
+        if nodes > 1:
+            say(f"it trains on one of the {nodes} nodes of this job; --on nodes takes all of them")
 
 
 @dataclass(frozen=True)
@@ -230,8 +244,12 @@ class _Asked:
         return folder
 
     def _kind(self) -> str | None:
-        from ridgeline.launch.nodes import resolve_kind
+        from ridgeline.launch.nodes import job_around, resolve_kind
+        from ridgeline.search.trials import NODES
 
+        if self.on == NODES:
+            job_around()
+            return NODES
         kind = None if self.on is None else resolve_kind(self.on, "--on")
         return None if kind == "local" else kind
 
@@ -247,9 +265,11 @@ class _Asked:
         """What all trials have, whatever the recipe says: none ends early, each knows the metric."""
         keep = "" if config.train.eval_samples == 0 else request.metric
         threads = config.threads
-        if threads is None and not request.on and (config.device == "cpu" or not _num_gpus()):
+        is_here = not request.on or request.is_on_nodes
+        if threads is None and is_here and (config.device == "cpu" or not _num_gpus()):
             # Sums depend on it to the last bit: whoever trains the best one again gets the same.
-            share = max(1, num_cores() // ((self.at_once or 1) * request.ranks))
+            beside = _per_node(request) * request.ranks
+            share = max(1, num_cores() // beside)
             threads = said_threads() or share
         return dataclasses.replace(
             config,
@@ -270,7 +290,9 @@ class _Asked:
                 load_config(
                     find_recipe(self.recipe), [*self.overrides, *overrides_of({one.key: value})]
                 )
-        if not request.on and not any(o.key.startswith(("layout", "train.batch")) for o in space):
+        if not request.train_options and not any(
+            o.key.startswith(("layout", "train.batch")) for o in space
+        ):
             config = load_config(find_recipe(self.recipe), self.overrides).config
             check_before_start(config, request.ranks)
 
@@ -294,6 +316,10 @@ def _places(request: Request, config: RunConfig) -> Places:
     from ridgeline.launch.env import visible_devices
     from ridgeline.search.places import build_places
 
+    if request.is_on_nodes:
+        from ridgeline.search.nodes import build_nodes
+
+        return build_nodes(request.ranks, request.at_once, config.device != "cpu")
     on = request.on[1] if request.on[:1] == ("--on",) else None
     devices = [] if on is not None or config.device == "cpu" else visible_devices(_num_gpus())
     if devices and len(devices) < request.ranks * (request.at_once or 1):
@@ -303,6 +329,14 @@ def _places(request: Request, config: RunConfig) -> Places:
         )
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return build_places(on, request.at_once, request.ranks, devices, cores or range(num_cores()))
+
+
+def _per_node(request: Request) -> int:
+    """Trials that run beside each other on one host."""
+    from ridgeline.launch.nodes import job_around
+
+    nodes = job_around()[1].num_nodes if request.is_on_nodes else 1
+    return -(-(request.at_once or 1) // nodes)
 
 
 def _config(folder: Path) -> RunConfig:

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,8 +21,8 @@ from ridgeline.launch.detect import choose_master, detect, name_job, whole_numbe
 LAUNCHER = "RIDGELINE_LAUNCHER"
 """Holds the process id of `ridgeline train` in the ranks it starts."""
 
-HUB = "RIDGELINE_HUB"
-"""Where a rank of a job on several nodes reports to; see `hub.py`."""
+HUB, SEARCH = "RIDGELINE_HUB", "RIDGELINE_SEARCH"
+"""Where a rank of a job reports to (`hub.py`), and the agent of a search (`search/nodes.py`)."""
 ENDS_AT, WARN_S, REQUEUE = "RIDGELINE_ENDS_AT", "RIDGELINE_WARN_S", "RIDGELINE_REQUEUE"
 """Written into job scripts: when the time is up, how long before it the run is to end, and whether the job
 is to be put back into the queue then."""
@@ -132,6 +132,17 @@ def hub_address(environ: Mapping[str, str] | None = None) -> str:
             "by `ridgeline train --on`, not by hand"
         )
     return env[HUB]
+
+
+def take_search_address(environ: MutableMapping[str, str] | None = None) -> str:
+    """Out of the environment, since it has a secret that trials need not see."""
+    address = (os.environ if environ is None else environ).pop(SEARCH, "")
+    if not address:
+        raise UsageError(
+            f"{SEARCH} is not set: `python -m ridgeline.search.agent` is started by `ridgeline search --on "
+            "nodes`, not by hand"
+        )
+    return address
 
 
 @dataclass(frozen=True)

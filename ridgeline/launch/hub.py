@@ -132,7 +132,7 @@ class Hub:
         self.problem: HubError | None = None
         _allow_files(num_ranks)
         self._token = secrets.token_hex(16)
-        self._board = _listen()
+        self._board = listen()
         self._callers: dict[int, _Caller] = {}
         """By rank."""
         self._strangers: set[_Caller] = set()
@@ -432,7 +432,8 @@ def _as_member(value: dict[str, Any]) -> Member:
     return Member(**{**value, "ports": tuple(value["ports"]), "gpus": tuple(value["gpus"])})
 
 
-def _listen() -> socket.socket:
+def listen() -> socket.socket:
+    """On a free port of every address."""
     board = socket.socket()
     board.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     board.bind(("", 0))

@@ -62,6 +62,19 @@ def allocation_of(kind: str, environ: Mapping[str, str] | None = None) -> Alloca
     return SCHEDULERS[kind].inside(os.environ if environ is None else environ)
 
 
+def job_around(environ: Mapping[str, str] | None = None) -> tuple[str, Allocation]:
+    """The scheduler and the nodes of the job that this process runs in."""
+    env = os.environ if environ is None else environ
+    kind = detect_scheduler(env, which=lambda program: None)
+    given = allocation_of(kind, env)
+    if given is None:
+        raise UsageError(
+            "--on nodes is for the nodes of a job, and this is none; start the search in one (sbatch, "
+            "salloc, bsub, qsub), or make each trial a job with --on slurm"
+        )
+    return kind, given
+
+
 def build_spread(kind: str, place: Place) -> Spread:
     """A starter for any command on these nodes."""
     prefix = wrap(place.container, [], bool(place.gpus_per_node)) if place.container else []

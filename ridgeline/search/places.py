@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,12 @@ class Places(Protocol):
     @property
     def left(self) -> str:
         """What becomes of them when the search is cut off."""
+
+    def open(self, is_over: Callable[[], bool]) -> None:
+        """Before the first; `is_over` says whether anybody still waits for it."""
+
+    def close(self) -> None:
+        """After the last."""
 
     def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         """`ridgeline WORDS`, which trains in `run`; what it prints goes to `log`."""
@@ -112,6 +118,12 @@ class Local:
 
     def __post_init__(self) -> None:
         self.free = list(range(self.count))
+
+    def open(self, is_over: Callable[[], bool]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         slot = self.free.pop(0)
@@ -201,6 +213,12 @@ class Queue:
 
     count: int
     left = "its jobs stay in the queue"
+
+    def open(self, is_over: Callable[[], bool]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         if (run / RECORD).is_file():  # of a search that was cut off

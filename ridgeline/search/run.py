@@ -70,9 +70,11 @@ class Search:
                 self.journal.retry(trial)
         with _hearing() as heard:
             try:
+                self._places.open(lambda: bool(heard))
                 self._go(heard)
             finally:
                 self._stop()
+                self._places.close()
         if heard:
             again = f"`ridgeline search {shlex.quote(str(self._folder))}` goes on"
             name, left = signal.Signals(heard[0]).name, self._places.left
@@ -132,7 +134,7 @@ class Search:
             str(path),
             "-n",
             str(self.request.ranks),
-            *self.request.on,
+            *self.request.train_options,
         ]
 
     def _inherit(self, trial: Trial, path: Path) -> None:

@@ -20,6 +20,8 @@ from ridgeline.search.space import Settings
 
 JOURNAL = "journal.jsonl"
 TRIALS = "trials"
+NODES = "nodes"
+"""The word behind `--on` for those of the job around."""
 
 
 @dataclass
@@ -78,7 +80,17 @@ class Request:
     workdir: str = "."
     """Where it was begun: what recipes name by a path, or import, is found from there."""
     on: tuple[str, ...] = ()
-    """Options of `ridgeline train` that say where a trial runs."""
+    """Where a trial runs, as options."""
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """On those of the job around, where `ridgeline train` starts it as on any host."""
+        return self.on[:2] == ("--on", NODES)
+
+    @property
+    def train_options(self) -> tuple[str, ...]:
+        """Those of `ridgeline train`."""
+        return self.on[2:] if self.is_on_nodes else self.on
 
 
 class Journal:

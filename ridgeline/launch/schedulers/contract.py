@@ -33,6 +33,8 @@ class Allocation:
     array_index: str = ""
     ends_at: float | None = None
     """Seconds since 1970, where the environment says when the time is up."""
+    cpus_per_node: int | None = None
+    """The fewest that it has on a node, where its launcher gives fewer to those who do not ask."""
 
 
 @dataclass(frozen=True)

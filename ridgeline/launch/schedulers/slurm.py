@@ -209,7 +209,18 @@ def inside(environ: Mapping[str, str]) -> Allocation | None:
         restarts=number(environ, "SLURM_RESTART_COUNT") or 0,
         array_index=task,
         ends_at=ends_at(environ, "SLURM_JOB_END_TIME"),
+        cpus_per_node=_fewest_cpus(environ.get("SLURM_JOB_CPUS_PER_NODE", "")),
     )
+
+
+def _fewest_cpus(said: str) -> int | None:
+    """Of `4(x2),8`: so many CPUs on so many nodes.
+
+    >>> _fewest_cpus("16(x2),8"), _fewest_cpus("")
+    (8, None)
+    """
+    counts = [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", said)]
+    return min(counts, default=None)
 
 
 def step(step: Step) -> list[str]:

@@ -407,3 +407,38 @@ def test_a_search_whose_trials_are_jobs_is_cut_off_and_finds_them_again(
         if "\n  batch: 64\n" in (path.with_suffix("") / "config.yaml").read_text()
     )  # fmt: skip
     assert losses(of_64) == pytest.approx(reference[:20], rel=1e-5)
+
+
+def test_a_search_trains_on_all_nodes_of_its_job(
+    cluster: Any, tmp_path: Path, reference: list[float]
+) -> None:
+    """Four trials, two at a time on each of two nodes; the search is stopped and goes on in another job."""
+    folder = tmp_path / "search"
+    words = [
+        *TRAINING, "train.steps=20", "log.resources_s=0.5", "--over", "train.batch=32,64", "--over",
+        "train.seed=0,1", "--draw", "grid", "--schedule", "full", "--on", "nodes", "--at-once", 4, "--out",
+        folder,
+    ]  # fmt: skip
+    line = " ".join(f"'{word}'" for word in ridgeline("search", *words))
+    options = ["-N2", "--ntasks-per-node=1", "-o", str(tmp_path / "out"), "--open-mode=append"]
+    job = cluster.sbatch(f"#!/bin/sh\nexec {line}\n", *options)
+    runs = [folder / "trials" / f"{number:03d}" for number in range(4)]
+    cluster.wait_until(
+        job,
+        "all four to train",
+        lambda: all([*run.glob("resources/*.jsonl")] for run in runs),
+    )
+    hosts = [path.stem for run in runs for path in run.glob("resources/*.jsonl")]
+    assert sorted(hosts) == ["node1", "node1", "node2", "node2"]
+    cluster.run(["scancel", "--batch", "--signal=TERM", job], check=True)
+    assert cluster.wait_for(job, "FAILED")["ExitCode"] == "75:0"
+    assert "its trials were saved" in (tmp_path / "out").read_text()
+    job = cluster.sbatch(f"#!/bin/sh\nexec {line}\n", *options)
+    cluster.wait_for(job, "COMPLETED")
+    assert "best: trial" in (tmp_path / "out").read_text()
+    of_64 = next(
+        run
+        for run in runs
+        if re.search(r"\n  batch: 64\n(.*\n)*  seed: 0\n", (run / "config.yaml").read_text())
+    )
+    assert losses(of_64) == pytest.approx(reference[:20], rel=1e-5)

@@ -243,6 +243,12 @@ class _Broken:
     def __init__(self) -> None:
         self.started = 0
 
+    def open(self, is_over: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def start(self, words: list[str], run: Path, log: Path, workdir: str) -> Any:
         self.started += 1
         if self.started == 1:
