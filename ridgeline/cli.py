@@ -35,6 +35,7 @@ from ridgeline.cli_shared import (
     num_cores,
     require_torch,
 )
+from ridgeline.cli_track import track
 from ridgeline.cli_watch import watch
 from ridgeline.errors import Requeue, RunError, UsageError, complain, say
 from ridgeline.launch.env import wants_traceback
@@ -67,6 +68,7 @@ app.add_typer(scale_app, name="scale")
 app.command(cls=DoctorCommand)(doctor)
 app.command()(export)
 app.command()(search)
+app.command()(track)
 app.command()(watch)
 
 Overrides = Annotated[

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, where it is installed. Called by `run.py` on rank 0."""
+"""Scalars for TensorBoard, where it is installed. Called by `log.py`; `report/track.py` sends the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from typing import Any
 
 from ridgeline.errors import UsageError
 from ridgeline.rundir import SPLIT, TENSORBOARD, EvalRecord, RunDir, StepRecord
+
+
+def scalars_of(record: StepRecord | EvalRecord) -> dict[str, float]:
+    """What there is of it, by the names under which it is drawn."""
+    if isinstance(record, EvalRecord):
+        return {f"eval/{name}": value for name, value in record.metrics.items()}
+    scalars = {
+        "train/loss": record.loss,
+        "train/lr": record.lr,
+        "train/grad_norm": record.grad_norm,
+        "speed/samples_per_s": record.samples_per_s,
+        "speed/mfu": record.mfu,
+        **{f"time/{part}": getattr(record, part) for part in ("step_s", *SPLIT)},
+    }
+    return {name: value for name, value in scalars.items() if value is not None}
 
 
 class Board:
@@ -27,29 +42,12 @@ class Board:
             return
         self._writer = SummaryWriter(str(run.file(TENSORBOARD)))
 
-    def step(self, record: StepRecord) -> None:
+    def add(self, record: StepRecord | EvalRecord) -> None:
         if self._writer is None:
             return
-        scalars = {
-            "train/loss": record.loss,
-            "train/lr": record.lr,
-            "train/grad_norm": record.grad_norm,
-            "speed/samples_per_s": record.samples_per_s,
-            "speed/mfu": record.mfu,
-            **{f"time/{part}": getattr(record, part) for part in ("step_s", *SPLIT)},
-        }
-        for name, value in scalars.items():
-            if value is not None:
-                self._add(name, value, record)
-
-    def evaluation(self, record: EvalRecord) -> None:
-        if self._writer is not None:
-            for name, value in record.metrics.items():
-                self._add(f"eval/{name}", value, record)
-
-    def _add(self, name: str, value: float, record: StepRecord | EvalRecord) -> None:
-        with suppress(OSError):  # a full disk is no reason not to train
-            self._writer.add_scalar(name, value, record.step, walltime=record.time)
+        for name, value in scalars_of(record).items():
+            with suppress(OSError):  # a full disk is no reason not to train
+                self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
     def close(self) -> None:
         if self._writer is not None:

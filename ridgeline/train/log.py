@@ -110,7 +110,7 @@ class RunLog:
         for record in records:
             if self._run is not None and self._board is not None:
                 self._run.append(record)
-                self._board.step(record)
+                self._board.add(record)
             self._progress.step(record)
         if records and self._run is not None:
             self._tell_waiting(self._run.num_unwritten())
@@ -127,7 +127,7 @@ class RunLog:
     def evaluation(self, record: EvalRecord) -> None:
         if self._run is not None and self._board is not None:
             self._run.append(record)
-            self._board.evaluation(record)
+            self._board.add(record)
         self._progress.evaluation(record)
 
     def ranks(self, recorder: Recorder) -> None:

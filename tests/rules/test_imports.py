@@ -52,6 +52,7 @@ ROOMS: list[tuple[str, ...]] = [
         "cli_plan",
         "cli_scale",
         "cli_search",
+        "cli_track",
         "cli_watch",
     ),
     ("cli",),
