@@ -98,14 +98,17 @@ class DoctorCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            option = getattr(error, "option_name", None)
-            script = next((word for word in given if word.endswith(".py")), None)
-            if script is None or option is None or option not in given:
+            option = getattr(error, "option_name", "")
+            if type(error).__name__ != "NoSuchOption":
                 raise
-            after = " ".join(given[given.index(option) :])
+            script = next((n for n, word in enumerate(given) if word.endswith(".py")), len(given))
+            place = next((n for n, w in enumerate(given) if w.partition("=")[0] == option), 0)
+            if place <= script:
+                raise
+            like = ", ".join(getattr(error, "possibilities", None) or ())
             raise UsageError(
-                f"{option} is no option of the doctor's; a script's own arguments come after --: "
-                f"ridgeline doctor {script} -- {after}"
+                f"{option} is no option of the doctor's{f' (but {like} is)' if like else ''}; a script's "
+                f"own arguments come after --: ridgeline doctor {given[script]} -- {given[place]} ..."
             ) from None
 
 

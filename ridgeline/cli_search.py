@@ -229,6 +229,7 @@ class _Asked:
             job=self.job,
             **said,
         )
+        is_threads_said = config.threads is not None
         config = self._in_trials(config, request)
         _places(request, config)
         self._try_ends(request)
@@ -236,7 +237,7 @@ class _Asked:
         folder = out or Path("searches") / name
         text = dump_config(config)
         if folder.exists() and any(folder.iterdir()):
-            _require_same(folder, request, text)
+            _require_same(folder, request, config, is_threads_said)
             return folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECIPE).write_text(text, encoding="utf-8")
@@ -256,8 +257,10 @@ class _Asked:
     def _count_ranks(self, config: RunConfig, kind: str | None) -> int:
         """As many as the layout says, where nobody else does."""
         from ridgeline.layout import Layout, read_auto
+        from ridgeline.search.trials import NODES
 
-        if self.ranks is not None or kind is not None or read_auto(config.layout) is not None:
+        is_elsewhere = kind not in (None, NODES)
+        if self.ranks is not None or is_elsewhere or read_auto(config.layout) is not None:
             return self.ranks or 1
         return Layout.parse(config.layout, "layout").world_size
 
@@ -265,12 +268,11 @@ class _Asked:
         """What all trials have, whatever the recipe says: none ends early, each knows the metric."""
         keep = "" if config.train.eval_samples == 0 else request.metric
         threads = config.threads
-        is_here = not request.on or request.is_on_nodes
-        if threads is None and is_here and (config.device == "cpu" or not _num_gpus()):
-            # Sums depend on it to the last bit: whoever trains the best one again gets the same.
-            beside = _per_node(request) * request.ranks
-            share = max(1, num_cores() // beside)
-            threads = said_threads() or share
+        # Sums depend on it to the last bit: whoever trains the best one again gets the same. What other
+        # nodes than this have is not known yet, but for their cores.
+        is_known = config.device == "cpu" or (not request.on and not _num_gpus())
+        if threads is None and is_known and (not request.on or request.is_on_nodes):
+            threads = said_threads() or _share_of_cores(request)
         return dataclasses.replace(
             config,
             train=dataclasses.replace(config.train, target={}, stop_after=1.0),
@@ -297,7 +299,8 @@ class _Asked:
             check_before_start(config, request.ranks)
 
 
-def _require_same(folder: Path, request: Request, recipe: str) -> None:
+def _require_same(folder: Path, request: Request, config: RunConfig, is_threads_said: bool) -> None:
+    from ridgeline.config import dump_config
     from ridgeline.search.run import RECIPE
     from ridgeline.search.trials import read_request
 
@@ -305,7 +308,10 @@ def _require_same(folder: Path, request: Request, recipe: str) -> None:
         raise UsageError(f"{folder} is there already and no search; choose another --out")
     before = read_request(folder)
     same = dataclasses.replace(before, trials=request.trials, at_once=request.at_once) == request
-    if not same or (folder / RECIPE).read_text(encoding="utf-8") != recipe:
+    kept = (folder / RECIPE).read_text(encoding="utf-8")
+    if not is_threads_said:  # they come from the cores and nodes of the place where it was begun
+        config = dataclasses.replace(config, threads=_config(folder).threads)
+    if not same or kept != dump_config(config):
         raise UsageError(
             f"{folder} is another search: `ridgeline search {shlex.quote(str(folder))}` goes on with it; "
             "choose another --out for this one"
@@ -331,12 +337,16 @@ def _places(request: Request, config: RunConfig) -> Places:
     return build_places(on, request.at_once, request.ranks, devices, cores or range(num_cores()))
 
 
-def _per_node(request: Request) -> int:
-    """Trials that run beside each other on one host."""
+def _share_of_cores(request: Request) -> int:
+    """What a rank has of a host's cores with the trials that run beside it."""
     from ridgeline.launch.nodes import job_around
 
-    nodes = job_around()[1].num_nodes if request.is_on_nodes else 1
-    return -(-(request.at_once or 1) // nodes)
+    nodes, cores = 1, num_cores()
+    if request.is_on_nodes:
+        given = job_around()[1]
+        nodes, cores = given.num_nodes, given.cpus_per_node or cores
+    beside = -(-(request.at_once or 1) // nodes)
+    return max(1, cores // (beside * request.ranks))
 
 
 def _config(folder: Path) -> RunConfig:

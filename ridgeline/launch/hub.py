@@ -93,7 +93,7 @@ class _Caller:
     heard: float = 0.0
 
 
-def _allow_files(num_ranks: int) -> None:
+def allow_files(num_ranks: int) -> None:
     """A connection a rank is an open file each, and the usual limit of 1024 is below large jobs."""
     wanted = 2 * num_ranks + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -130,7 +130,7 @@ class Hub:
         self.members: dict[int, Member] = {}
         self.exits: dict[int, RankExit] = {}
         self.problem: HubError | None = None
-        _allow_files(num_ranks)
+        allow_files(num_ranks)
         self._token = secrets.token_hex(16)
         self._board = listen()
         self._callers: dict[int, _Caller] = {}

@@ -23,23 +23,30 @@ from ridgeline.launch.env import take_search_address, visible_devices
 from ridgeline.launch.rank import Line, find_hub
 from ridgeline.search.places import STOP_S, Local, Running
 
+KEEP_ALIVE = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 4,
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 30_000,
+}
+"""A node that lost its power says nothing: the kernel asks, and finds out after half a minute."""
 _FIND_S = 120.0
 _LOOK_S = 0.1
+_ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class Agent:
     """The trials of one node."""
 
-    def __init__(self, line: Line, places: Local) -> None:
-        self._line, self._places = line, places
+    def __init__(self, line: Line, places: Local, heard: Sequence[int] = ()) -> None:
+        self._line, self._places, self._heard = line, places, heard
         self._running: dict[int, Running] = {}
-        self.heard: list[int] = []
-        """Signals that ask for an end."""
 
     def serve(self) -> None:
-        """Until there is nobody to serve any more."""
+        """Until there is nobody to serve any more, or a signal asks for an end."""
         try:
-            while not self.heard:
+            while not self._heard:
                 ready, _, _ = select.select([self._line.socket], [], [], _LOOK_S)
                 orders = self._line.read() if ready else []
                 if orders is None or self._line.over:
@@ -48,6 +55,7 @@ class Agent:
                 for order in orders:
                     self._heed(order)
                 self._report()
+            self._send({"leaving": signal.Signals(self._heard[0]).name})
         finally:
             self._stop()
 
@@ -73,8 +81,11 @@ class Agent:
                 self._tell(number, ended.how, ended.words)
 
     def _tell(self, number: int, how: str, words: str) -> None:
+        self._send({"trial": number, "how": how, "words": words})
+
+    def _send(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # whoever is gone is found gone when it is read from
-            self._line.send({"trial": number, "how": how, "words": words})
+            self._line.send(message)
 
     def _stop(self) -> None:
         for trial in self._running.values():
@@ -95,50 +106,38 @@ def count_gpus() -> int:
 
 
 def main(argv: Sequence[str], count: Callable[[], int] = count_gpus) -> int:
-    heard: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda number, _: heard.append(number))
+    # First: it may take minutes where many nodes import torch, and the search waits for no silent caller.
+    devices = [] if "--cpu" in argv else visible_devices(count())
+    cores = sorted(os.sched_getaffinity(0))
     try:
         line, token = find_hub(take_search_address(), time.monotonic() + _FIND_S)
     except (RunError, UsageError) as error:
         return complain(error)
     for option, value in KEEP_ALIVE.items():
         line.socket.setsockopt(*option, value)
-    cores = sorted(os.sched_getaffinity(0))
-    devices = [] if "--cpu" in argv else visible_devices(count())
-    here = {"host": socket.gethostname(), "devices": devices, "cores": len(cores)}
-    line.send({"token": token, **here})
-    slots = wait_for_slots(line)
-    if slots is None:
+    line.socket.settimeout(None)
+    line.send({"token": token, "host": socket.gethostname(), "devices": len(devices)})
+    said = _wait_for_slots(line)
+    if said is None:
         return 0
-    each = slots["ranks"]
-    used = devices[: slots["slots"] * each]
-    share = tuple(cores) if slots["slots"] > 1 else ()
-    agent = Agent(line, Local(slots["slots"], tuple(used), share))
-    agent.heard = heard
-    agent.serve()
+    heard: list[int] = []
+    for number in _ENDING:
+        signal.signal(number, lambda number, _: heard.append(number))
+    slots, used = said["slots"], devices[: said["slots"] * said["ranks"]]
+    places = Local(slots, tuple(used), tuple(cores) if slots > 1 else ())
+    Agent(line, places, heard).serve()
     return 0
 
 
-def wait_for_slots(line: Line) -> dict[str, Any] | None:
+def _wait_for_slots(line: Line) -> dict[str, Any] | None:
     """How many trials run here at a time; None where the search is over before it began."""
     while True:
-        line.socket.settimeout(None)
         messages = line.read()
         if messages is None or line.over:
             return None
         if messages:
             line.pending = messages[1:]  # what is to be started may have come with it
             return messages[0]
-
-
-KEEP_ALIVE = {
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 4,
-}
-"""A node that lost its power says nothing: the kernel asks, and finds out after half a minute."""
 
 
 if __name__ == "__main__":

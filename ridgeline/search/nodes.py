@@ -9,7 +9,6 @@ torch; made by `cli_search.py`.
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 import selectors
 import sys
@@ -20,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import Requeue, RunError, UsageError, say
 from ridgeline.launch.env import SEARCH
-from ridgeline.launch.hub import listen, own_addresses
+from ridgeline.launch.hub import allow_files, listen, own_addresses
 from ridgeline.launch.job import Step
 from ridgeline.launch.nodes import job_around
 from ridgeline.launch.rank import Line
@@ -33,6 +32,7 @@ from ridgeline.search.places import STOP_S, Ended, Running
 
 JOIN_S = 300.0
 """How long agents may take to come: many nodes import Python from one file system."""
+_HELLO_S = 10.0
 _LOOK_S = 0.1
 
 
@@ -48,11 +48,12 @@ class Launcher(Protocol):
 
 @dataclass(eq=False)
 class _Node:
-    """An agent that has said what its node has."""
+    """A connection; an agent once it has said what its node has."""
 
     line: Line
-    host: str
-    devices: int
+    since: float
+    host: str = ""
+    devices: int = 0
     slots: int = 0
     trials: dict[int, _Remote] = field(default_factory=dict)
 
@@ -95,25 +96,37 @@ class Nodes:
     cpus_per_node: int | None = None
     join_s: float = JOIN_S
     left = "its trials were saved"
-    _nodes: list[_Node] = field(default_factory=list)
+    agents: list[_Node] = field(default_factory=list)
+    _strangers: list[_Node] = field(default_factory=list)
+    _signal: str = ""
+    """By which the first agent was asked to leave."""
     _number: int = 0
+    _token: str = field(default_factory=lambda: secrets.token_hex(16))
+    _launcher: Launcher | None = None
 
     @property
     def count(self) -> int:
-        """Of those that are left."""
+        """Of those that are left; 0 while the last trials of those that leave are saved."""
         self.listen()
-        if not self._nodes:
-            words = self._launcher.last_words() if self._launcher.poll() is not None else ""
-            raise RunError(f"no node of the job is left to train on{f': {words}' if words else ''}")
-        slots = sum(node.slots for node in self._nodes)
-        return min(slots, self.at_once or slots)
+        slots = sum(node.slots for node in self.agents)
+        if slots or any(node.trials for node in self.agents):
+            return min(slots, self.at_once or slots)
+        if self._signal:
+            text = f"its nodes were stopped by {self._signal}; {self.left}, and the same command goes on"
+            raise Requeue(text, self._signal)
+        over = self._launcher is not None and self._launcher.poll() is not None
+        words = f": {self._launcher.last_words()}" if over and self._launcher is not None else ""
+        raise RunError(
+            f"no node of the job is left to train on{words}; the same command goes on in another job"
+        )
 
     def open(self, is_over: Callable[[], bool]) -> None:
         """Start the agents, and wait for all of them or until it is over before it began."""
-        self._token = secrets.token_hex(16)
+        allow_files(self.num_nodes)
         self._board = listen()
         self._board.setblocking(False)
         self._selector = selectors.DefaultSelector()
+        self._selector.register(self._board, selectors.EVENT_READ, None)
         port = self._board.getsockname()[1]
         address = f"{self._token}@{','.join(f'{name}:{port}' for name in own_addresses())}"
         command = (sys.executable, "-m", "ridgeline.search.agent")
@@ -123,41 +136,43 @@ class Nodes:
             per_node=1,
             cpus_per_rank=self.cpus_per_node,
             variables={SEARCH: address},
+            together=False,
         )
         self._launcher = self.begin(step)
         until = time.monotonic() + self.join_s
-        while len(self._nodes) < self.num_nodes and not is_over():
-            self._welcome()
+        while len(self.agents) < self.num_nodes:
+            if is_over():
+                return
+            self.listen(_LOOK_S)
             if self._launcher.poll() is not None:
                 raise RunError(f"the nodes of the job did not start: {self._launcher.last_words()}")
             if time.monotonic() > until:
-                known = ", ".join(node.host for node in self._nodes) or "none"
+                known = ", ".join(node.host for node in self.agents) or "none"
                 raise RunError(
-                    f"{len(self._nodes)} of {self.num_nodes} nodes came in {self.join_s:.0f} s ({known}); "
+                    f"{len(self.agents)} of {self.num_nodes} nodes came in {self.join_s:.0f} s ({known}); "
                     "check that the nodes of the job reach each other"
                 )
-            time.sleep(_LOOK_S)
-        if not is_over():
-            self._share_out()
+        self._share_out()
 
     def close(self) -> None:
         """The agents end by themselves; trials that are still there get the time to save."""
-        if not hasattr(self, "_launcher"):
-            return
-        for node in list(self._nodes):
+        for node in list(self.agents):
             self.tell(node, {"end": "the search is over"})
-        until = time.monotonic() + STOP_S
-        while self._launcher.poll() is None and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-        if self._launcher.poll() is None:
-            self._launcher.kill()
-        for node in self._nodes:
+        if self._launcher is not None:
+            for seconds, end in ((STOP_S, self._launcher.stop), (5.0, self._launcher.kill)):
+                until = time.monotonic() + seconds
+                while self._launcher.poll() is None and time.monotonic() < until:
+                    time.sleep(_LOOK_S)
+                if self._launcher.poll() is None:
+                    end()
+        for node in (*self.agents, *self._strangers):
             node.line.socket.close()
-        self._board.close()
-        self._selector.close()
+        if hasattr(self, "_board"):
+            self._selector.close()
+            self._board.close()
 
     def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
-        node = max(self._nodes, key=lambda one: one.free)
+        node = max(self.agents, key=lambda one: one.free)
         self._number += 1
         trial = _Remote(self._number, node, self)
         node.trials[trial.number] = trial
@@ -166,66 +181,101 @@ class Nodes:
         return trial
 
     def tell(self, node: _Node, message: Mapping[str, Any]) -> None:
-        if node not in self._nodes:
+        if node not in self.agents:
             return
         try:
             node.line.send(dict(message))
         except OSError:
             self._lose(node)
 
-    def listen(self) -> None:
+    def listen(self, wait_s: float = 0.0) -> None:
         """Whatever agents have said by now."""
-        for key, _ in self._selector.select(0):
+        for key, _ in self._selector.select(wait_s):
+            if key.data is None:
+                self._welcome()
+                continue
             node: _Node = key.data
-            messages = node.line.read()
+            try:
+                messages = node.line.read()
+            except (ValueError, TypeError):  # as scanners of ports speak
+                messages = None
             if messages is None:
                 self._lose(node)
-                continue
-            for message in messages:
-                trial = node.trials.pop(message["trial"], None)
-                if trial is not None:
-                    trial.ended = Ended(message["how"], message["words"])
+            elif node in self._strangers:
+                self._meet(node, messages)
+            else:
+                for message in messages:
+                    self._heed(node, message)
+        late = [one for one in self._strangers if time.monotonic() - one.since > _HELLO_S]
+        for one in late:
+            self._lose(one)
+
+    def _heed(self, node: _Node, message: dict[str, Any]) -> None:
+        if "leaving" in message:
+            self._signal = self._signal or str(message["leaving"])
+            node.slots = 0
+            return
+        trial = node.trials.pop(message["trial"], None)
+        if trial is not None:
+            # What stops because its node was asked to go has done nothing wrong.
+            trial.ended = Ended(message["how"], message["words"], is_taken=not node.slots)
 
     def _lose(self, node: _Node) -> None:
         """What it trained goes on elsewhere, from its checkpoints."""
-        if node not in self._nodes:
-            return
-        self._nodes.remove(node)
-        self._selector.unregister(node.line.socket)
-        node.line.socket.close()
+        for known in (self.agents, self._strangers):
+            if node in known:
+                known.remove(node)
+                self._selector.unregister(node.line.socket)
+                node.line.socket.close()
         for trial in node.trials.values():
-            trial.ended = Ended("stopped", f"{node.host} is gone")
+            trial.ended = Ended("stopped", f"{node.host} is gone", is_taken=True)
         node.trials.clear()
 
     def _welcome(self) -> None:
-        """Agents that have come, if they know the secret."""
-        with suppress(BlockingIOError):
-            connection, _ = self._board.accept()
-            connection.settimeout(10.0)
-            line = Line(connection)
-            try:
-                hello = next(iter(line.read() or []), {})
-            except json.JSONDecodeError:
-                hello = {}
-            if not hmac.compare_digest(str(hello.get("token", "")), self._token):
-                connection.close()
+        """Everybody who has come; who it is, is said later."""
+        with suppress(OSError):  # no more of them
+            while True:
+                connection, _ = self._board.accept()
+                connection.settimeout(_HELLO_S)
+                for option, value in KEEP_ALIVE.items():
+                    connection.setsockopt(*option, value)
+                node = _Node(Line(connection), time.monotonic())
+                self._strangers.append(node)
+                self._selector.register(connection, selectors.EVENT_READ, node)
+
+    def _meet(self, node: _Node, messages: Sequence[object]) -> None:
+        """An agent, if it knows the secret."""
+        for hello in messages[:1]:
+            token = str(hello.get("token", "")) if isinstance(hello, dict) else ""
+            if not hmac.compare_digest(token.encode(), self._token.encode()):
+                self._lose(node)
                 return
-            for option, value in KEEP_ALIVE.items():
-                connection.setsockopt(*option, value)
-            node = _Node(line, str(hello["host"]), len(hello["devices"]))
-            self._nodes.append(node)
-            self._selector.register(connection, selectors.EVENT_READ, node)
+            assert isinstance(hello, dict)
+            node.host, node.devices = str(hello["host"]), int(hello["devices"])
+            self._strangers.remove(node)
+            self.agents.append(node)
 
     def _share_out(self) -> None:
-        each = -(-(self.at_once or 0) // max(len(self._nodes), 1))
-        for node in self._nodes:
-            room = node.devices // self.ranks if node.devices else max(each, 1)
-            if not room or each > room:
-                raise UsageError(
-                    f"{max(each, 1)} trials of -n {self.ranks} ranks on each node need more GPUs than the "
-                    f"{node.devices} of {node.host}; ask for fewer, or make each a job (--on slurm)"
-                )
-            node.slots = each or room
+        """Trials to the nodes, one to each in turn, as many as they have GPUs for."""
+        num = len(self.agents)
+        if any(node.devices for node in self.agents):
+            rooms = [node.devices // self.ranks for node in self.agents]
+        else:
+            rooms = [-(-(self.at_once or num) // num)] * num
+        wanted = sum(rooms) if self.at_once is None else self.at_once
+        if not 0 < wanted <= sum(rooms):
+            gpus = ", ".join(f"{node.host}: {node.devices}" for node in self.agents)
+            raise UsageError(
+                f"--at-once {wanted or 1} trials of -n {self.ranks} ranks need more GPUs than the nodes of "
+                f"the job have for whole trials ({gpus}); ask for fewer, or make each a job (--on slurm)"
+            )
+        while sum(node.slots for node in self.agents) < wanted:
+            for node, room in zip(self.agents, rooms, strict=True):
+                if node.slots < room and sum(one.slots for one in self.agents) < wanted:
+                    node.slots += 1
+        for node, room in zip(self.agents, rooms, strict=True):
+            if not room:
+                say(f"{node.host} has {node.devices} GPUs, too few for a trial: none runs there")
             self.tell(node, {"slots": node.slots, "ranks": self.ranks})
 
 

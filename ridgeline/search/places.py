@@ -40,6 +40,8 @@ class Ended:
 
     how: str
     words: str = ""
+    is_taken: bool = False
+    """Whether something was done to it, as to its node, that is no fault of its own."""
 
 
 class Running(Protocol):
@@ -127,6 +129,13 @@ class Local:
 
     def start(self, words: Sequence[str], run: Path, log: Path, workdir: str) -> Running:
         slot = self.free.pop(0)
+        try:
+            return self._start(words, log, workdir, slot)
+        except BaseException:
+            self.free.insert(0, slot)
+            raise
+
+    def _start(self, words: Sequence[str], log: Path, workdir: str, slot: int) -> Running:
         begins = log.stat().st_size if log.is_file() else 0
         with log.open("ab") as out:
             process = subprocess.Popen(

@@ -12,7 +12,7 @@ from ridgeline.errors import UsageError
 from ridgeline.search.draw import build_draw, count_grid
 from ridgeline.search.schedules import build_schedule
 from ridgeline.search.space import read_space
-from ridgeline.search.trials import Request
+from ridgeline.search.trials import NODES, Request
 
 TRIALS = 16
 KEPT = ("train.target", "train.stop_after", "checkpoint.keep", "checkpoint.keep_best")
@@ -45,6 +45,8 @@ def make_request(
             )
     if job and on is None:
         raise UsageError(f"--job {job[0]} is for jobs; say where with --on, e.g. --on slurm")
+    if job and on == NODES:
+        raise UsageError(f"--job {job[0]} is for jobs of their own; leave it out with --on {NODES}")
     space = read_space(over)
     for one in space:
         if one.key in KEPT:

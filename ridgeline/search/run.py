@@ -154,7 +154,10 @@ class Search:
         if has_reached(path, one.share):
             self._judge(trial, one.share, seconds)
             return
-        trial.idle = trial.idle + 1 if newest_step(path) <= one.step else 0
+        if newest_step(path) > one.step:
+            trial.idle = 0
+        elif not ended.is_taken:
+            trial.idle += 1
         if ended.how == "failed" or trial.idle >= _IDLE:
             words = told_failure(path, one.began_at) or ended.words
             self._fail(trial, words or "it was stopped twice before it saved anything", seconds)

@@ -90,7 +90,7 @@ class Request:
     @property
     def train_options(self) -> tuple[str, ...]:
         """Those of `ridgeline train`."""
-        return self.on[2:] if self.is_on_nodes else self.on
+        return () if self.is_on_nodes else self.on
 
 
 class Journal:

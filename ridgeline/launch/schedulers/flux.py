@@ -160,7 +160,9 @@ def step(step: Step) -> list[str]:
     """`flux run` on whole nodes, so that a rank sees every GPU of its node and binds itself. A rank that
     fails ends the others; one that has finished does not, since rank 0 may still be writing."""
     words = ["flux", "run", f"--nodes={step.nodes}", f"--tasks-per-node={step.per_node}"]
-    words += ["--setopt=cpu-affinity=off", "--setopt=exit-on-error", "--setopt=exit-timeout=none"]
+    words.append("--setopt=cpu-affinity=off")
+    words += ["--setopt=exit-on-error"] if step.together else []
+    words.append("--setopt=exit-timeout=none")
     if step.hosts:
         words.append(f"--requires=host:{','.join(list_hosts(step))}")
     return [*words, *step.command]

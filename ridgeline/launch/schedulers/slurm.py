@@ -227,7 +227,8 @@ def step(step: Step) -> list[str]:
     """`srun` with everything said that the environment of the job, or of the user, would otherwise decide.
 
     `--overlap`: a step that is being cleaned up, or a shell someone opened in the job, does not make
-    this one wait. `--kill-on-bad-exit`: a rank that failed ends the others, which would wait for it.
+    this one wait. `--kill-on-bad-exit`: a rank that failed ends the others, which would wait for it;
+    `--no-kill`: what needs no others goes on without a node that failed.
     `--wait=0`: one that has finished does not, since rank 0 may still be writing.
     `--distribution=block`: ranks in a row are on one node. `--cpu-bind=none`: the rank chooses its own.
     `--gpus-per-node` and no binding: a rank sees every GPU of its node, which peer-to-peer copies need
@@ -243,7 +244,7 @@ def step(step: Step) -> list[str]:
         f"--ntasks-per-node={step.per_node}",
         "--distribution=block",
         "--overlap",
-        "--kill-on-bad-exit=1",
+        *(("--kill-on-bad-exit=1",) if step.together else ("--kill-on-bad-exit=0", "--no-kill")),
         "--wait=0",
         "--export=ALL",
         "--input=none",

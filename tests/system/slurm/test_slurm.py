@@ -434,6 +434,10 @@ def test_a_search_trains_on_all_nodes_of_its_job(
     assert cluster.wait_for(job, "FAILED")["ExitCode"] == "75:0"
     assert "its trials were saved" in (tmp_path / "out").read_text()
     job = cluster.sbatch(f"#!/bin/sh\nexec {line}\n", *options)
+    # A node's agent dies, and with it its trials: the other node trains them.
+    trains = ["pgrep", "-f", "ridgeline.cli train"]
+    cluster.wait_until(job, "node2 to train", lambda: not cluster.hosts.run(2, trains).returncode)
+    cluster.hosts.run(2, ["pkill", "-KILL", "-f", "ridgeline.search.agent"], check=True)
     cluster.wait_for(job, "COMPLETED")
     assert "best: trial" in (tmp_path / "out").read_text()
     of_64 = next(

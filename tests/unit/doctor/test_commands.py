@@ -335,7 +335,9 @@ def test_the_command_measures_in_a_process_of_its_own(tmp_path: Path, monkeypatc
         (["digits", "--machine", "nowhere.json"], "no file nowhere.json"),
         (["digits", "layout=dp=3", "-n", "2"], "layout"),
         (["no-such-recipe"], "no-such-recipe"),
-        (["own.py", "--epochs", "3"], "--: ridgeline doctor own.py -- --epochs 3"),
+        (["own.py", "--epochs", "3"], "--: ridgeline doctor own.py -- --epochs ..."),
+        (["own.py", "--stpes", "5"], "no option of the doctor's (but --steps is)"),
+        (["own.py", "--epochs=3"], "--: ridgeline doctor own.py -- --epochs=3 ..."),
         ([str(Path(__file__).parent)], "is a directory without config.yaml, and so no run"),
     ],
 )
@@ -429,3 +431,10 @@ def test_a_run_on_a_gpu_is_judged_without_torch(
     model_look._look.cache_clear()
     assert done.exit_code == 0, done.output
     assert "compute-bound" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["own.py", "--steps"], ["--stpes", "5", "own.py"]])
+def test_slips_in_the_doctors_own_options_are_not_taken_for_the_scripts(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["doctor", *words])
+    assert done.exit_code == 2
+    assert "come after --" not in f"{done.output}{done.exception}"

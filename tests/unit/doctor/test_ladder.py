@@ -236,6 +236,10 @@ def test_a_ladder_of_a_busy_machine_calls_itself_one(tmp_path: Path, machine: Ma
     assert "did other work" not in show_ladder(first)  # one slow moment
     busy = show_ladder(dataclasses.replace(ladder, rungs=tuple(spread)))
     assert "did other work meanwhile: the turns of one state are ±25% apart" in busy
+    for apart, is_busy in ((0.11, True), (0.09, False)):
+        rungs = tuple(dataclasses.replace(rung, spread=apart) for rung in ladder.rungs)
+        shown = show_ladder(dataclasses.replace(ladder, rungs=rungs))
+        assert ("did other work" in shown) is is_busy
 
 
 def test_memory_says_whose_it_is(tmp_path: Path, machine: Machine) -> None:

@@ -116,6 +116,10 @@ def test_what_else_there_is_comes_with_its_line() -> None:
     below = text.partition("also:")[2]
     assert "host: 20%, synchronisation with the device (train.py:12 (log): aten::item" in below
     assert "total += loss.item()" in below
+    read = Stall("data.py:7 (load)", 0.015, code="return np.load(path)")
+    slow = replace(m, host_s=0.0, stalls=(), data_s=0.02, reading=(read,))
+    below = show_verdict(slow, judge(slow), []).partition("also:")[2]
+    assert "data: 20%, reading files (data.py:7 (load): return np.load(path))" in below
 
 
 def test_a_large_unexplained_part_is_said_before_the_cause() -> None:

@@ -3,23 +3,30 @@ node is gone."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from ridgeline.cli_search import _tell_idle
-from ridgeline.errors import RunError, UsageError
+from ridgeline.config import dump_config, load_config
+from ridgeline.errors import Requeue, RunError, UsageError
 from ridgeline.launch.job import Step
 from ridgeline.launch.nodes import job_around
 from ridgeline.search.nodes import Nodes
 from ridgeline.search.places import Ended
 from ridgeline.search.request import make_request
+from ridgeline.search.run import Search
 
 JOB = {
     "SLURM_JOB_ID": "3",
@@ -134,52 +141,205 @@ def test_what_a_lost_node_trained_is_free_to_go_on_elsewhere(opened: Any, tmp_pa
     os.killpg(agents[0].processes[1].pid, signal.SIGKILL)
     agents[0].processes[1].wait()
     agents[0].processes[0].wait()
-    while nodes._nodes and time.monotonic() < until:
-        nodes.listen()
-        time.sleep(0.05)
+    while nodes.agents and time.monotonic() < until:
+        nodes.listen(0.05)
     with pytest.raises(RunError, match="no node of the job is left to train on"):
         _ = nodes.count
 
 
+def test_a_node_that_is_asked_to_leave_saves_and_is_given_nothing_more(
+    opened: Any, tmp_path: Path
+) -> None:
+    words = ["train", "digits", "device=cpu", "train.epochs=500", "threads=1", "--run"]
+    nodes, agents = opened(2)
+    both = [start(nodes, tmp_path, n, *words, str(tmp_path / f"run{n}")) for n in range(2)]
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not all(
+        (tmp_path / f"run{n}" / "metrics.jsonl").is_file() for n in range(2)
+    ):
+        time.sleep(0.1)
+    for process in agents[0].processes:
+        process.send_signal(signal.SIGUSR1)
+    ends = [wait_for(one) for one in both]
+    assert [(one.how, one.is_taken) for one in ends] == [("stopped", True)] * 2
+    assert all(list((tmp_path / f"run{n}" / "checkpoints").iterdir()) for n in range(2))
+    with pytest.raises(Requeue, match=r"stopped by SIGUSR1; its trials were saved") as error:
+        _ = nodes.count
+    assert error.value.exit_code == 75
+    for process in agents[0].processes:
+        assert process.wait(60) == 0
+
+
+FAKE = "import sys; from ridgeline.search.agent import main; sys.exit(main([], lambda: 4))"
+
+
+def test_each_trial_sees_its_own_gpus_and_not_the_secret(opened: Any, tmp_path: Path) -> None:
+    def begin(step: Step) -> Agents:
+        assert "--cpu" not in step.command
+        return Agents(dataclasses.replace(step, command=(sys.executable, "-c", FAKE)))
+
+    nodes, _ = opened(1, ranks=2, begin=begin, on_gpus=True)
+    assert nodes.count == 2  # 4 GPUs, 2 ranks each
+    words = ["train", "digits", "device=cpu", "train.epochs=500", "--run"]
+    both = [start(nodes, tmp_path, n, *words, str(tmp_path / f"run{n}")) for n in range(2)]
+    (agent,) = (psutil.Process(one.pid) for agents in [nodes._launcher] for one in agents.processes)
+    until = time.monotonic() + 30
+    while len(children := agent.children()) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    seen = [child.environ() for child in children]
+    assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen) == ["0,1", "2,3"]
+    assert not any("RIDGELINE_SEARCH" in one for one in seen)
+    cores = [set(child.cpu_affinity()) for child in children]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not cores[0] & cores[1]
+    for trial in both:
+        trial.kill()
+        assert wait_for(trial).how == "failed"
+
+
+def test_a_start_that_fails_costs_no_place(opened: Any, tmp_path: Path) -> None:
+    nodes, _ = opened(1)
+    for number in range(3):
+        trial = nodes.start(["version"], tmp_path, tmp_path / "log", str(tmp_path / "nowhere"))
+        assert wait_for(trial).how == "failed", number
+    assert wait_for(start(nodes, tmp_path, 9, "version")).how == "done"
+
+
 def test_places_are_shared_out_among_the_nodes(opened: Any) -> None:
     nodes, _ = opened(2, at_once=3)
-    assert [node.slots for node in nodes._nodes] == [2, 2]
+    assert sorted(node.slots for node in nodes.agents) == [1, 2]
     assert nodes.count == 3
 
 
-def test_more_ranks_than_a_node_has_gpus_is_told() -> None:
-    nodes = Nodes(1, ranks=4, at_once=None, begin=Agents)
-    nodes._nodes = [type("Node", (), {"devices": 2, "host": "node1", "slots": 0})()]
-    with pytest.raises(UsageError, match=r"more GPUs than the 2 of node1"):
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "at_once", "slots"),
+    [
+        ([8, 4], 1, 10, [6, 4]),
+        ([8, 4], 1, None, [8, 4]),
+        ([8, 1], 2, None, [4, 0]),
+        ([4, 4], 2, 3, [2, 1]),
+        ([8, 0], 1, 2, [2, 0]),
+        ([0, 0], 4, None, [1, 1]),
+        ([0, 0], 4, 5, [3, 2]),
+        ([2, 2], 4, None, None),
+        ([4, 4], 2, 5, None),
+    ],
+)
+def test_trials_go_where_their_gpus_are(
+    gpus: list[int], ranks: int, at_once: int | None, slots: list[int] | None
+) -> None:
+    nodes = Nodes(len(gpus), ranks, at_once, Agents)
+    nodes.agents = [
+        SimpleNamespace(devices=num, host=f"node{n}", slots=0) for n, num in enumerate(gpus)
+    ]
+    told: list[int] = []
+    nodes.tell = lambda node, message: told.append(message["slots"])  # type: ignore[method-assign]
+    if slots is None:
+        with pytest.raises(UsageError, match=r"need more GPUs .*node0: \d"):
+            nodes._share_out()
+    else:
         nodes._share_out()
-    nodes._nodes[0].devices = 8
-    nodes.tell = lambda node, message: None  # type: ignore[method-assign,assignment]
-    nodes._share_out()
-    assert nodes._nodes[0].slots == 2
+        assert told == slots
 
 
-def test_strangers_are_not_listened_to(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_strangers_are_not_listened_to(opened: Any) -> None:
+    callers: list[socket.socket] = []
 
+    def begin(step: Step) -> Agents:
+        host, _, port = step.variables["RIDGELINE_SEARCH"].rpartition(",")[2].rpartition(":")
+        for text in (
+            b'{"token": "guess", "host": "x", "devices": 0}\n', b"no json\n", b"1\n", b"[]\n",
+            b"\xff\xfe\n", '{"token": "\u00e9"}\n'.encode(), b"",
+        ):  # fmt: skip
+            callers.append(socket.create_connection((host, int(port))))
+            callers[-1].sendall(text)
+        return Agents(step)
+
+    nodes, _ = opened(1, begin=begin)
+    assert [node.devices for node in nodes.agents] == [0]
+    assert nodes.count == 1
+    for caller in callers[:-1]:
+        caller.settimeout(10)
+        assert caller.recv(1) == b""
+
+
+def test_nodes_that_do_not_come_are_told_of() -> None:
     class Nobody(Agents):
+        code: int | None = None
+
         def __init__(self, step: Step) -> None:
             self.processes = []
-            address = step.variables["RIDGELINE_SEARCH"].partition("@")[2].split(",")[-1]
-            host, _, port = address.rpartition(":")
-            for text in (b'{"token": "guess", "host": "x", "devices": []}\n', b"no json\n"):
-                connection = socket.create_connection((host, int(port)))
-                connection.sendall(text)
-                told.append(connection)  # type: ignore[arg-type]
 
         def poll(self) -> int | None:
-            return None if len(told) == 2 else 1
+            return self.code
 
         def kill(self) -> None:
-            told.clear()
+            self.code = -9
 
-    nodes = Nodes(1, ranks=1, at_once=None, begin=Nobody, join_s=2.0)
-    with pytest.raises(RunError, match="0 of 1 nodes came in 2 s"):
+    nodes = Nodes(2, ranks=1, at_once=None, begin=Nobody, join_s=0.5)
+    with pytest.raises(RunError, match="0 of 2 nodes came in 0 s"):
         nodes.open(lambda: False)
+    nodes._launcher.code = 1  # type: ignore[union-attr]
+    nodes.close()
+
+    class Fails(Nobody):
+        code = 1
+
+    nodes = Nodes(2, ranks=1, at_once=None, begin=Fails)
+    with pytest.raises(RunError, match="did not start: the agents are gone"):
+        nodes.open(lambda: False)
+    nodes.close()
+    waits = Nodes(2, ranks=1, at_once=None, begin=Nobody)
+    waits.open(lambda: True)  # somebody has ended it
+    waits._launcher.code = 0  # type: ignore[union-attr]
+    waits.close()
+
+
+def test_a_search_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
+    """One of two agents is killed with a trial on it: the other trains both."""
+    config = load_config(None, [*SETTINGS, "checkpoint.every=5"]).config
+    (tmp_path / "recipe.yaml").write_text(dump_config(config))
+    request = make_request(
+        ["train.lr=0.1,0.2"], workdir=str(tmp_path), schedule="full", draw="grid", on="nodes"
+    )
+    agents: list[Agents] = []
+
+    def begin(step: Step) -> Agents:
+        assert not step.together
+        agents.append(Agents(step))
+        return agents[-1]
+
+    nodes = Nodes(2, ranks=1, at_once=None, begin=begin, on_gpus=False)
+    hosts: list[int] = []
+
+    def tell(trial: Any, failed: str) -> None:
+        hosts.append(trial.number)
+        assert not failed
+
+    found = Search(tmp_path, request, nodes, tell)
+    killed = threading.Thread(target=_kill_once_both_train, args=(tmp_path, agents))
+    killed.start()
+    found.run()
+    killed.join()
+    assert sorted(hosts) == [0, 1]
+    assert all(trial.share == 1.0 and not trial.failed for trial in found.journal.trials)
+    assert all(process.poll() is not None for process in agents[0].processes)
+
+
+SETTINGS = (
+    "model.name=mlp", "model.args={in_features: 16, hidden: 32, out_features: 4}", "data.source=synthetic",
+    "data.args={shape: [16], classes: 4}", "train.batch=8", "train.steps=400", "train.eval_every=100",
+    "log.tensorboard=no", "device=cpu", "threads=1",
+)  # fmt: skip
+
+
+def _kill_once_both_train(folder: Path, agents: list[Agents]) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        if all((folder / "trials" / f"00{n}" / "metrics.jsonl").is_file() for n in range(2)):
+            break
+        time.sleep(0.02)
+    os.killpg(agents[0].processes[0].pid, signal.SIGKILL)
 
 
 def test_outside_of_a_job_it_is_told_what_to_do() -> None:
