@@ -338,7 +338,7 @@ def _run_ranks(
     configuration, and the plan, of a run that was there already, by file."""
     from ridgeline.launch.logs import clear_failure, note_failure
     from ridgeline.launch.survive import newest_checkpoint, run_job
-    from ridgeline.rundir import PLAN
+    from ridgeline.rundir import LAYOUT, PLAN
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     clear_failure(run.path)
@@ -354,9 +354,12 @@ def _run_ranks(
         _write_report(run)
         saved = newest_checkpoint(run)
         goes_on = f"goes on from {saved}" if saved else "starts over, since nothing was saved yet"
+        # How many there are is written with the layout, when the ranks have begun.
+        is_known = run.file(LAYOUT).is_file() or starter.num_ranks == 1
+        ranks = "" if is_known else f" -n {starter.num_ranks}"
         raise RunError(
-            f"interrupted; what was recorded so far is in {run.path}, and `ridgeline train {run.path}` "
-            f"{goes_on}"
+            f"interrupted; what was recorded so far is in {run.path}, and `ridgeline train {run.path}"
+            f"{ranks}` {goes_on}"
         ) from None
     except UsageError:
         # Nothing was trained: no directory is left behind for what was a slip of the pen.

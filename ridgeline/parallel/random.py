@@ -78,6 +78,9 @@ class Keys:
     """The hash of (seed, step), and of it with each sample of the microbatch."""
 
     base: Tensor
+    """That of (seed, step), and `_GOLDEN`. By a factor that it knows, inductor multiplies loop counters:
+    that overflows, which C++ leaves undefined, and g++ takes for a promise that loops end before it does
+    (for arrays of a width that is no multiple of its vectors it wrote over their ends)."""
     rows: Tensor | None = None
     sample_dim: int | None = None
     """Where samples lie in every tensor; below 0: nowhere; None: found by size, see `find_sample_dim`."""
@@ -93,10 +96,11 @@ def build_keys(seed: int, step: int, sample_ids: Tensor | None, sample_dim: int 
     number = _mix_number(_mix_number(seed * _GOLDEN + 1) + step * _GOLDEN)
     device = sample_ids.device if sample_ids is not None else None
     # Filled in there: a copy would make the host wait.
-    base = torch.full((), number, dtype=torch.int64, device=device)
+    base = torch.full((2,), _GOLDEN, dtype=torch.int64, device=device)
+    base[:1].fill_(number)
     if sample_ids is None:
         return Keys(base, None, sample_dim)
-    return Keys(base, _mix(base + (sample_ids.to(torch.int64) + 1) * _GOLDEN), sample_dim)
+    return Keys(base, _mix(base[0] + (sample_ids.to(torch.int64) + 1) * _GOLDEN), sample_dim)
 
 
 def find_sample_dim(shape: Sequence[int], keys: Keys) -> int | None:
@@ -125,18 +129,18 @@ def keyed_bits(shape: Sequence[int], keys: Keys, site: int, indices: Sequence[Te
         return values.view(-1, *[1] * (len(shape) - 1 - dim))
 
     sample = find_sample_dim(shape, keys)
-    start = keys.base
+    start, golden = keys.base[0], keys.base[1]
     parts: list[Tensor] = []
     stride = 1
     for dim in reversed(range(len(shape))):
         if dim != sample:
-            parts.append(along(indices[dim] * _signed(stride * _GOLDEN), dim))
+            parts.append(along(indices[dim] * stride * golden, dim))
             stride *= shape[dim]
     if sample is not None:
         assert keys.rows is not None
         per_sample = shape[sample] // keys.rows.shape[0]
         start = along(keys.rows[indices[sample] // per_sample], sample)
-        parts.append(along(indices[sample] % per_sample * _signed(stride * _GOLDEN), sample))
+        parts.append(along(indices[sample] % per_sample * stride * golden, sample))
     bits = start ^ site
     for part in parts:
         bits = bits + part

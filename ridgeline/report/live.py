@@ -416,14 +416,15 @@ class Watched:
 
 
 def find_runs(places: list[Path]) -> list[Path]:
-    """Run directories among `places` and up to two folders below them, where arrays put theirs."""
+    """Run directories among `places` and up to two folders below them, where arrays put theirs, or in those
+    of searches."""
     found: dict[Path, None] = {}
     for place in places:
         if (place / rundir.CONFIG).is_file():
             found[place] = None
             continue
-        for pattern in (f"*/{rundir.CONFIG}", f"*/*/{rundir.CONFIG}"):
-            for path in sorted(place.glob(pattern)):
+        for pattern in ("*", "*/*", "*/trials/*"):
+            for path in sorted(place.glob(f"{pattern}/{rundir.CONFIG}")):
                 # What --fresh put aside is no run of its own.
                 if not path.parent.name.startswith("before-"):
                     found[path.parent] = None

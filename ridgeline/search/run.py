@@ -54,7 +54,7 @@ class _Stretch:
 
 class Search:
     def __init__(self, folder: Path, request: Request, places: Places, tell: Tell) -> None:
-        self.journal = Journal(folder.absolute())
+        self.journal = Journal(folder.resolve())
         self.request, self._places, self._tell, self._folder = request, places, tell, folder
         space = read_space(request.space)
         draw = build_draw(request.draw, space, request.seed)

@@ -40,7 +40,8 @@ def state_text(journal: Journal, request: Request, trial: Trial) -> str:
         return "begun"
     if request.schedule == "population":
         return "replaced" if any(t.share > trial.share for t in journal.trials) else "waits"
-    return "went no further"
+    is_over = len(journal.trials) >= request.trials and any(t.share == 1.0 for t in journal.trials)
+    return "went no further" if is_over else "waits"
 
 
 def ordered(trials: Sequence[Trial], higher: bool) -> list[Trial]:
@@ -99,7 +100,7 @@ def commands_of(journal: Journal, request: Request, trial: Trial) -> list[str]:
         ranks = Layout.parse(layout.read_text().strip(), LAYOUT).world_size
     for one, after in zip(line, [*line[1:], None], strict=True):
         share = trial.share if after is None else after.begins
-        words = [str(journal.folder.absolute() / RECIPE), *overrides_of(one.settings)]
+        words = [str(journal.folder.resolve() / RECIPE), *overrides_of(one.settings)]
         stop = [] if share == 1.0 else [f"train.stop_after={share!r}"]
         told = shlex.join(["ridgeline", "train", *words, *stop, "-n", str(ranks)])
         found.append(f'{told} --run "$run"')

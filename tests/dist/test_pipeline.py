@@ -109,6 +109,42 @@ class InPlace(nn.Module):
         return self.head(self.features(x).transpose(2, 3).flatten(1))
 
 
+class Block(nn.Module):
+    """Attention with a bias from elsewhere, in a norm that is told its scale, as diffusion models have it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.scale = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, condition: Tensor, *, bias: Tensor) -> Tensor:
+        h = F.layer_norm(x, x.shape[-1:]) * (1 + self.scale(condition))[:, None]
+        q, k, v = self.qkv(h).chunk(3, -1)
+        return x + self.out((q @ k.mT + bias).softmax(-1) @ v)
+
+
+class Conditioned(nn.Module):
+    """Every block is given the same two tensors that were computed from weights, one without samples, and
+    the norm at the end one of them."""
+
+    def __init__(self, width: int = 12, depth: int = 8) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 2, 2)
+        self.when = nn.Sequential(nn.Linear(3, width), nn.SiLU(), nn.Linear(width, width))
+        self.places = nn.Parameter(torch.randn(16, 4))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.ending = Block(width)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.when(x.mean((2, 3)))
+        bias = self.places @ self.places.mT
+        x = self.patches(x).flatten(2).mT
+        for block in self.blocks:
+            x = block(x, condition, bias=bias)
+        return self.head(self.ending(x, condition, bias=2 * torch.eye(16).to(x)).mean(1))
+
+
 def make(case: str) -> nn.Module:
     makers = {
         "llama": lambda: tokens_model("llama"),
@@ -134,6 +170,7 @@ def make(case: str) -> nn.Module:
         ),
         "resnet18": lambda: build_model("resnet18", num_classes=CLASSES, small_images=True),
         "in-place": InPlace,
+        "conditioned": Conditioned,
         "hf-llama": lambda: hugging_face("llama"),
         "hf-gpt2": lambda: hugging_face("gpt2"),
         "hf-bert": lambda: hugging_face("bert"),
@@ -269,7 +306,7 @@ def test_every_schedule(ranks: Any, num_ranks: int, schedule: str, virtual: int)
     check_same(results, reference(case, sizes, sizes))
 
 
-CASES = ["llama", "bert", "vit", "mlp", "alexnet", "cifar_cnn", "unet", "in-place"]
+CASES = ["llama", "bert", "vit", "mlp", "alexnet", "cifar_cnn", "unet", "in-place", "conditioned"]
 CASES += ["hf-llama", "hf-gpt2", "hf-bert"]
 
 
@@ -656,6 +693,37 @@ def test_unusual_modules(model: nn.Module) -> None:
     found, _ = run_in_sequence(model, 2, x)
     assert torch.equal(before, torch.random.get_rng_state())
     assert torch.equal(found, model(x))
+
+
+def test_what_every_block_is_given_does_not_forbid_cuts() -> None:
+    """Equal blocks are shared out evenly, and the same two tensors cross every cut but the last."""
+    model = Conditioned(depth=9)
+    x = torch.randn(2, 3, 8, 8)
+    plan = plan_stages(model, 4, x)
+    assert all(stage.first.startswith("blocks.") for stage in plan.stages[1:])
+    assert [len(cut.sent) for cut in plan.cuts] == [3, 3, 3]
+    assert max(stage.cost for stage in plan.stages) < 0.35 * sum(s.cost for s in plan.stages)
+    found, _ = run_in_sequence(model, 4, x)
+    torch.testing.assert_close(found, model(x))  # what is sent lies otherwise in memory
+    assert "uneven" not in plan.describe()
+
+
+class Adds(Conditioned):
+    """And adds one of them in its own forward, where no stage could give it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.when(x.mean((2, 3)))
+        x = self.patches(x).flatten(2).mT
+        for block in self.blocks:
+            x = block(x, condition, bias=self.places @ self.places.mT)
+        return self.head(x + condition[:, None])
+
+
+def test_what_the_model_itself_uses_later_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no cut at blocks.0: a tensor made in when.2 is used"):
+        plan_stages(Adds(depth=4), 6, torch.randn(2, 3, 8, 8))
+    told = plan_stages(Adds(depth=9), 2, torch.randn(2, 3, 8, 8)).describe()
+    assert "these are uneven, since 9 other places are no cuts (no cut at blocks.0: a tensor" in told
 
 
 def test_planning_changes_nothing() -> None:

@@ -19,6 +19,7 @@ from ridgeline.errors import UsageError
 from ridgeline.parallel.context import use_ring
 from ridgeline.parallel.dropout import apply_keyed_dropout
 from ridgeline.parallel.random import (
+    Keys,
     Randomness,
     attention_keep,
     build_keys,
@@ -868,3 +869,16 @@ def test_a_rate_of_attention_is_seen_in_its_code(rate: float) -> None:
     """Stages of a pipeline and large models are not run to see what they draw."""
     found = apply_keyed_dropout(nn.Sequential(_Rated(rate), nn.Linear(8, 8)), Randomness(0))
     assert found.watched == (("0",) if rate else ())
+
+
+def test_a_compiled_mask_of_an_odd_width_is_the_same() -> None:
+    """g++ took the product of a loop's counter and a large constant for a promise, and wrote over ends."""
+
+    def drop(x: torch.Tensor, keys: Keys) -> torch.Tensor:
+        return torch.where(keyed_mask(x.shape, 0.1, keys, 7), x * 1.25, 0.0)
+
+    keys = build_keys(0, 3, torch.arange(32), 0)
+    compiled = torch.compile(drop, dynamic=False)
+    for _ in range(5):
+        x = torch.randn(32, 13, 33)
+        assert torch.equal(compiled(x, keys), drop(x, keys))

@@ -1,9 +1,10 @@
 """Where to cut a model into stages, and what each stage needs: pure, and the same on every rank.
 
 A cut is a module at whose call a stage begins. Candidates are proven on a recording (`record.py`): a
-module is one when nothing made of weights before its call is used after it, but for its arguments.
-Among them, those are taken that make the most expensive stage cheapest. Called by `apply.py`; the
-stages are built from the plan by `stage.py`.
+module is one when nothing made of weights before its call is used after it, but for its arguments; those
+may be arguments of later calls too, as what conditions every block is. Among them, those are taken that
+make the most expensive stage cheapest. Called by `apply.py`; the stages are built from the plan by
+`stage.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from ridgeline.parallel.pipeline.structure import (
     tensors_in,
 )
 
+UNEVEN = 1.3
+"""Times its even share from which the reason is told why the largest stage is so large."""
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -46,6 +50,17 @@ class Cut:
 
     path: str
     sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class Take:
+    """A call after the cut that is given again what crossed it."""
+
+    path: str
+    where: Where
+    """In the arguments of that call."""
+    sent: int
+    """Which of the tensors that crossed."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,8 @@ class StageSpec:
     """Its share of the model's cost; in the caller's unit where the caller gave costs."""
     order: tuple[str, ...] = ()
     """The blocks that its forward calls, one after the other, up to where it stops."""
+    takes: tuple[Take, ...] = ()
+    """Calls that get what crossed the cut before it, beside the one that it begins with."""
     stale: tuple[str, ...] = ()
     """Those of `buffers` that another stage changes by what it computes, and this one by stand-ins."""
 
@@ -104,6 +121,8 @@ class StagePlan:
     tied: tuple[Tied, ...]
     input_shapes: tuple[tuple[Where, tuple[int, ...]], ...]
     """The example's tensors, without the batch dim where they have one."""
+    refused: tuple[str, ...] = ()
+    """Why other places are no cuts."""
 
     @property
     def num_stages(self) -> int:
@@ -125,6 +144,11 @@ class StagePlan:
             share = 100 * stage.cost / total
             lines.append(
                 f"stage {index}: from {first}, {len(stage.parameters)} tensors, {share:.0f} %"
+            )
+        most = max((stage.cost for stage in self.stages), default=0.0) / total
+        if self.refused and most * self.num_stages > UNEVEN:
+            lines.append(
+                f"these are uneven, since {len(self.refused)} other places are no cuts ({self.refused[0]})"
             )
         return "\n".join(lines)
 
@@ -186,6 +210,7 @@ def plan_stages(
             (where, tuple(t.shape[1:] if t.dim() and t.shape[0] == batch else t.shape))
             for where, t in tensors_in(example_inputs)
         ),
+        tuple(refused),
     )
 
 
@@ -214,7 +239,7 @@ def _candidates(model: nn.Module, seen: Recording) -> tuple[list[_Point], list[s
         if num_calls[call.path] > 1:
             refused.append(f"{call.path} is called {num_calls[call.path]} times")
             continue
-        reason = _what_crosses(seen, call, {value for _, value in sent}, last_uses)
+        reason = _what_crosses(seen, call, {value for _, value in sent}, last_uses, num_calls)
         if reason:
             refused.append(f"no cut at {call.path}: {reason}")
         else:
@@ -223,7 +248,11 @@ def _candidates(model: nn.Module, seen: Recording) -> tuple[list[_Point], list[s
 
 
 def _what_crosses(
-    seen: Recording, call: Call, sent: set[int], last_uses: list[tuple[int, int, int]]
+    seen: Recording,
+    call: Call,
+    sent: set[int],
+    last_uses: list[tuple[int, int, int]],
+    num_calls: Mapping[str, int],
 ) -> str:
     """What the part after a cut at `call` needs of the part before, besides its arguments."""
     for key in sent:
@@ -234,12 +263,50 @@ def _what_crosses(
         value = seen.values[key]
         if defined > call.start or (key in sent and last_use <= call.end):
             continue
+        if key in sent and _is_only_given(seen, call, key, num_calls):
+            continue
         hidden = not value.is_tainted and _inside_stand_in(seen, value.call, call.start)
         if value.is_tainted or hidden:
             source = seen.path_of(value.call) or "the model's own forward"
             user = seen.path_of(value.last_call) or "the model's own forward"
             return f"a tensor made in {source} is used later in {user}"
     return ""
+
+
+def _is_only_given(seen: Recording, call: Call, key: int, num_calls: Mapping[str, int]) -> bool:
+    """Whether all that becomes of an argument of a call after it is to be one of other calls', which a
+    stage can give them: of modules that are called once, so that it is known which call it is."""
+    takers = _takers(seen, call, key)
+    if any(num_calls[one.path] > 1 for one in takers):
+        return False
+    return all(
+        use <= call.end or any(one.start < use <= one.end for one in takers)
+        for use in seen.values[key].uses
+        if use > call.start
+    )
+
+
+def _takers(seen: Recording, call: Call, key: int) -> list[Call]:
+    """The outermost calls after this one that a value is given to."""
+    found: list[Call] = []
+    for one in seen.calls:
+        if one.start < call.end or key not in one.inputs.values():
+            continue
+        if not found or one.start >= found[-1].end:
+            found.append(one)
+    return found
+
+
+def _takes(seen: Recording, point: _Point, end: int) -> tuple[Take, ...]:
+    """Up to the call that the next stage begins with, which is told of it as well."""
+    return tuple(
+        Take(one.path, where, number)
+        for number, (_, key) in enumerate(point.sent)
+        for one in _takers(seen, seen.calls[point.call], key)
+        if one.start <= end
+        for where, value in one.inputs.items()
+        if value == key
+    )
 
 
 def _inside_stand_in(seen: Recording, call: int, clock: int) -> bool:
@@ -309,7 +376,8 @@ def _stage_specs(
             for name, clock in small.changes.items()
             if name in buffers and not begin < clock <= end
         )
-        specs.append(StageSpec(first, held, buffers, stand_ins, fillers, cost, order, stale))
+        takes = _takes(small, cuts[index - 1], end) if index else ()
+        specs.append(StageSpec(first, held, buffers, stand_ins, fillers, cost, order, takes, stale))
     return specs
 
 

@@ -76,6 +76,8 @@ class Value:
     is_tainted: bool
     last_use: int = -1
     last_call: int = -1
+    uses: list[int] = field(default_factory=list)
+    """When it was used, if it depends on a weight."""
 
 
 @dataclass
@@ -166,6 +168,8 @@ class _Watch(TorchFunctionMode):
             return False  # a buffer that nothing has written to
         value = value or self.define(tensor, False)
         value.last_use, value.last_call = self.clock, self.call
+        if value.is_tainted:
+            value.uses.append(self.clock)
         return value.is_tainted
 
     def define(self, tensor: Tensor, is_tainted: bool) -> Value:

@@ -2,9 +2,10 @@
 
 A stage runs the model's forward on the model's inputs. Calls that earlier stages did are answered with
 zeros, what is made of the inputs alone (masks, positions, rotary tables) is computed again, the module
-at the stage's beginning gets the received tensors for its arguments, and the pass stops where the
-next stage begins. So a model needs no rewriting, and only activations travel. `build_stages` is called
-by `apply.py`; what it returns may be checkpointed, sharded, replicated before `run.py` drives it.
+at the stage's beginning, and those after it that are given the same, get the received tensors for their
+arguments, and the pass stops where the next stage begins. So a model needs no rewriting, and only
+activations travel. `build_stages` is called by `apply.py`; what it returns may be checkpointed, sharded,
+replicated before `run.py` drives it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.pipeline.plan import Cut, StagePlan
 from ridgeline.parallel.pipeline.structure import (
     TensorSpec,
+    Where,
     batch_size,
     map_leaves,
     replace_tensors,
@@ -31,7 +33,7 @@ from ridgeline.parallel.pipeline.structure import (
 Change = Callable[[int, Tensor], Tensor]
 """(index of a cut, a tensor that crosses it) -> the tensor in another form."""
 
-_RECEIVED = "_ridgeline_received"
+_RECEIVED, _TAKEN = "_ridgeline_received", "_ridgeline_taken"
 
 
 class _Stop(BaseException):
@@ -167,7 +169,8 @@ class _Runner:
                     f"{self.stop.path} where the plan says {list(item.spec.shape(self.batch))}"
                 )
             # Torch detaches what a stage returns in place, and sends memory as it lies.
-            if tensor._is_view() or tensor.is_leaf or not tensor.is_contiguous():
+            is_kept = tensor.is_leaf or any(tensor is one for one in self.received)
+            if tensor._is_view() or is_kept or not tensor.is_contiguous():
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             sent.append(tensor)
         return tuple(sent)
@@ -181,6 +184,14 @@ class _Runner:
         if self.stop is not None:
             model.get_submodule(self.stop.path).register_forward_pre_hook(
                 self._raise, with_kwargs=True, prepend=True
+            )
+        takes: dict[str, dict[Where, int]] = {}
+        for take in self.spec.takes:
+            takes.setdefault(take.path, {})[take.where] = take.sent
+        for path, places in takes.items():
+            # Before what ends the pass, which sends it on.
+            model.get_submodule(path).register_forward_pre_hook(
+                self._giving(places), with_kwargs=True, prepend=True
             )
         for path in dict.fromkeys(path for stage in self.plan.stages for path in stage.order):
             # Before the others, of which one ends the pass.
@@ -206,6 +217,20 @@ class _Runner:
         else:
             received = getattr(found[places[0]], _RECEIVED)
         return replace_tensors((args, kwargs), dict(zip(places, received, strict=True)))
+
+    def _giving(self, places: dict[Where, int]) -> Callable[[nn.Module, Any, Any], Any]:
+        def give(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            found = dict(tensors_in((args, kwargs)))
+            new = {}
+            for where, number in places.items():
+                if self.is_active:
+                    new[where] = self.received[number]
+                    setattr(found[where], _TAKEN, new[where])  # for when a block runs again
+                elif hasattr(found[where], _TAKEN):
+                    new[where] = getattr(found[where], _TAKEN)
+            return replace_tensors((args, kwargs), new)
+
+        return give
 
     def _raise(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_active:
