@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.dropout import seems_to_drop, watch_shapes
-from ridgeline.parallel.pipeline.record import BATCHES, fake_copy, resize
+from ridgeline.parallel.pipeline.record import BATCHES, fake_copy, resize, without_memory
 from ridgeline.parallel.random import Randomness
 
 _Shapes = dict[tuple[str, int, int], list[Sequence[int]]]
@@ -32,7 +31,7 @@ def learn_sample_dims(
         return {}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with without_memory():
             small, large = (_watch(fake_copy(model, device), example, n, True) for n in BATCHES)
     except Exception:
         if not may_copy or device.type == "meta":

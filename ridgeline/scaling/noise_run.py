@@ -27,6 +27,8 @@ from ridgeline.scaling.noise import GROUPS, Noise, Products, estimate
 from ridgeline.scaling.request import for_one_rank
 from ridgeline.train.setup import Training, build_training
 
+LEAST = 12
+"""Gradients that can be asked for: two in each group."""
 _EPOCH = 1 << 20
 """Whose order of samples no training has met."""
 
@@ -44,9 +46,11 @@ def measure_noise(
     try:
         have = len(training.loader.source)
         if have < batch * gradients:
+            fewer = [f"--gradients {have // batch}"] if have // batch >= LEAST else []
+            fewer += [f"--batch {have // gradients}"] if have >= gradients else []
             raise UsageError(
                 f"{gradients} gradients of {batch} samples each need {batch * gradients} samples, and "
-                f"data.source={config.data.source} has {have}; take fewer with --gradients or --batch"
+                f"data.source={config.data.source} has {have}; take {' or '.join(fewer) or 'more data'}"
             )
         found = []
         for path in checkpoints:

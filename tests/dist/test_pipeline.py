@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import gc
 import itertools
+import logging
 import json
 import time
 import weakref
@@ -724,6 +726,19 @@ def test_what_the_model_itself_uses_later_is_refused() -> None:
         plan_stages(Adds(depth=4), 6, torch.randn(2, 3, 8, 8))
     told = plan_stages(Adds(depth=9), 2, torch.randn(2, 3, 8, 8)).describe()
     assert "these are uneven, since 9 other places are no cuts (no cut at blocks.0: a tensor" in told
+
+
+def test_torch_does_not_tell_of_a_forward_that_fails_before_we_do() -> None:
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    heard = logging.StreamHandler(stream := io.StringIO())
+    told.addHandler(heard)
+    try:
+        with pytest.raises(RuntimeError, match="mat1|size"):
+            plan_stages(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)), 2, torch.randn(2, 4))
+    finally:
+        told.removeHandler(heard)
+    assert stream.getvalue() == ""
+    assert not told.disabled
 
 
 def test_planning_changes_nothing() -> None:

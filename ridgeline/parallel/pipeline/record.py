@@ -11,10 +11,11 @@ Every torch function call is one tick of the clock. A value is tainted when it d
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +209,19 @@ class _Watch(TorchFunctionMode):
         call.is_stand_in_possible = bool(tainted) and all(tainted) and is_transparent(output)
 
 
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Tensors that are made are fake. What fails on them is tried for real, or told in a sentence by
+    whoever asked for it, and not by torch's log before that."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = before
+
+
 def record(
     model: nn.Module,
     example_inputs: Any,
@@ -216,8 +230,7 @@ def record(
 ) -> tuple[Recording, Recording]:
     """Watch the model at both of `BATCHES`; the model itself, and torch's random state, are as before."""
     try:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
+        with without_memory():
             watched = fake_copy(model, device)
             runs = [
                 _run(watched, resize(example_inputs, size, device, True), device, autocast_dtype)

@@ -245,11 +245,12 @@ def test_weights_come_from_the_checkpoint_alone(run: Path) -> None:
 def test_what_is_asked_wrongly(run: Path) -> None:
     with pytest.raises(
         UsageError,
-        match=r"60 gradients of 64 samples each need 3840 samples, and .* has 3000; take",
+        match=r"60 gradients of 64 samples each need 3840 samples, and .* has 3000; take --gradients 46 or "
+        "--batch 50",
     ):
         measure_noise(config_of(), [], 64, 60)
     with pytest.raises(
-        UsageError, match=r"12 gradients of 5000 samples each .* has 3000; take fewer"
+        UsageError, match=r"12 gradients of 5000 samples each .* has 3000; take --batch 250"
     ):
         measure_noise(config_of(), [], 5000, 12)
     done = CliRunner().invoke(app, ["scale", "noise", "digits", "--all"])

@@ -14,7 +14,7 @@ from ridgeline.errors import UsageError
 from ridgeline.search.draw import build_draw
 from ridgeline.search.request import extended
 from ridgeline.search.schedules import build_schedule
-from ridgeline.search.show import way_of
+from ridgeline.search.show import state_text, way_of
 from ridgeline.search.space import read_space
 from ridgeline.search.trials import Journal, Request, Trial, lineage, winner
 
@@ -229,3 +229,17 @@ def test_the_way_of_a_child_begins_where_its_parent_was() -> None:
     assert way_of([parent, child], parent) == [(0.5, 0.7), (1.0, 0.9)]
     lost = Trial(2, {}, scores={0.5: float("inf")})
     assert way_of([parent, child, lost], lost) == []
+
+
+def test_trials_wait_until_the_search_is_over(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    request = replace(REQUEST, trials=2)
+    first = journal.begin({"train.lr": 0.1})
+    journal.reach(first, 1 / 9, 1.0, 1.0, False)
+    assert state_text(journal, request, first) == "waits"
+    second = journal.begin({"train.lr": 0.5})
+    journal.reach(second, 1 / 9, 0.5, 1.0, False)
+    assert state_text(journal, request, first) == "waits"  # either may still go on
+    journal.reach(second, 1.0, 0.1, 1.0, False)
+    assert state_text(journal, request, first) == "went no further"
+    assert state_text(journal, request, second) == "trained"

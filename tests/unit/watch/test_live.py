@@ -318,13 +318,13 @@ def test_of_what_nodes_recorded_for_long_the_end_is_read(
 
 
 def test_runs_are_found_in_folders_and_arrays_but_not_what_was_put_aside(tmp_path: Path) -> None:
-    for name in ("a", "b", "array/1", "array/2", "a/before-2026"):
+    for name in ("a", "b", "array/1", "array/2", "a/before-2026", "search/trials/000"):
         make_run_at = tmp_path / name
         make_run_at.mkdir(parents=True, exist_ok=True)
         (make_run_at / rundir.CONFIG).write_text("")
     (tmp_path / "none").mkdir()
     names = {str(path.relative_to(tmp_path)) for path in find_runs([tmp_path])}
-    assert names == {"a", "b", "array/1", "array/2"}
+    assert names == {"a", "b", "array/1", "array/2", "search/trials/000"}
     assert find_runs([tmp_path / "a", tmp_path / "a"]) == [tmp_path / "a"]
 
 
