@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ridgeline.cli_shared import check_before_start, may_have_gpu, num_cores, require_torch
-from ridgeline.errors import RunError, UsageError, complain, say
+from ridgeline.errors import RunError, UsageError, complain, say, unknown_word
 from ridgeline.launch.env import said_threads
 
 if TYPE_CHECKING:
@@ -245,12 +245,14 @@ class _Asked:
         return folder
 
     def _kind(self) -> str | None:
-        from ridgeline.launch.nodes import job_around, resolve_kind
+        from ridgeline.launch.nodes import KINDS, job_around, resolve_kind
         from ridgeline.search.trials import NODES
 
         if self.on == NODES:
             job_around()
             return NODES
+        if self.on is not None and self.on not in ("auto", *KINDS):
+            raise unknown_word("scheduler", self.on, ("auto", NODES, *KINDS), "--on")
         kind = None if self.on is None else resolve_kind(self.on, "--on")
         return None if kind == "local" else kind
 

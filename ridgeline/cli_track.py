@@ -51,13 +51,19 @@ def track(
 
     missing = next((place for place in places if not find_runs([place])), None)
     if missing is not None:
-        raise UsageError(f"no run directory at {missing}; `ridgeline train` prints where its are")
+        raise UsageError(
+            f"no run directory at {missing}; `ridgeline train` prints where its runs are"
+        )
     try:
         with suppress(KeyboardInterrupt), ended_in_order():
-            _send(look())
-            while follow and not all(one.is_settled for one in look()):
+            while True:
+                runs = look()
+                # Before they are read: what comes between the two is of a run that has not ended.
+                is_over = not follow or all(one.is_settled for one in runs)
+                _send(runs)
+                if is_over:
+                    break
                 time.sleep(every)
-                _send(look())
     finally:
         for one in known.values():
             one.end()

@@ -114,7 +114,8 @@ class Step:
     """Set for the command on top of the environment of whoever starts the step: whoever starts it sets them
     there too, since most launchers pass their environment on and take no variables of their own."""
     together: bool = True
-    """Whether one that fails is to end the others, which would wait for it."""
+    """Whether one that fails is to end the others, which would wait for it; launchers of MPI end them
+    anyway."""
 
     @property
     def num_ranks(self) -> int:

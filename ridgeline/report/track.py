@@ -51,22 +51,28 @@ class Tracked:
             self.end()
         sent: dict[str, Any] = self.run.read_json(self._kept) or {}
         num = 0
-        for value in news.values:
-            self._seen += 1
-            record = build_record(value)
-            if self._seen == 1 and not self._is_of(sent, value):
-                sent = {"first": value.get("time"), "records": 0}
-            if self._seen <= sent.get("records", 0) or not isinstance(
-                record, StepRecord | EvalRecord
-            ):
-                continue
-            tracker = self._open(sent, record.time)
-            tracker.log(record.step, record.time, scalars_of(record))
-            num += 1
+        try:
+            for value in news.values:
+                record = build_record(value)
+                if not self._seen and not self._is_of(sent, value):
+                    sent = {"first": value.get("time"), "records": 0}
+                is_new = self._seen >= sent.get("records", 0)
+                if is_new and isinstance(record, StepRecord | EvalRecord):
+                    tracker = self._open(sent, record.time)
+                    tracker.log(record.step, record.time, scalars_of(record))
+                    num += 1
+                self._seen += 1
+        except KeyboardInterrupt:
+            self._note(num)
+            raise
+        self._note(num)
+        return num
+
+    def _note(self, num: int) -> None:
+        """What is new has been sent."""
         if self._tracker is not None and num:
             self._tracker.flush()
             self._keep({**self._sent, "records": self._seen})
-        return num
 
     def _is_of(self, sent: dict[str, Any], first: dict[str, Any]) -> bool:
         """Whether what was sent is of this training, and is where it is to be."""

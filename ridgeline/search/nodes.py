@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ridgeline.errors import Requeue, RunError, UsageError, say
 from ridgeline.launch.env import SEARCH
@@ -27,6 +27,7 @@ from ridgeline.launch.nodes import job_around
 from ridgeline.launch.rank import Line
 from ridgeline.launch.schedulers.table import SCHEDULERS
 from ridgeline.launch.start import LauncherProcess
+from ridgeline.launch.start import Running as Launcher
 from ridgeline.search.agent import KEEP_ALIVE
 from ridgeline.search.places import STOP_S, Ended, Running
 
@@ -34,16 +35,6 @@ JOIN_S = 300.0
 """How long agents may take to come: many nodes import Python from one file system."""
 _HELLO_S = 10.0
 _LOOK_S = 0.1
-
-
-class Launcher(Protocol):
-    def poll(self) -> int | None: ...
-
-    def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def last_words(self) -> str: ...
 
 
 @dataclass(eq=False)

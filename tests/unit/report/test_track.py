@@ -182,6 +182,47 @@ def test_the_command_follows_until_the_run_has_ended(
     assert "3 records, memory" in done.stdout
 
 
+def test_what_comes_just_before_a_run_ends_is_sent(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends between two looks, right after the records were read."""
+    memory = Memory()
+
+    def make(told: Told, id: str | None) -> Memory.Run:
+        made = memory(told, id)
+        monkeypatch.setattr(made, "flush", ends, raising=False)
+        return made
+
+    def ends() -> None:
+        if run.status() == "running":
+            run.append(step(4))
+            run.add_event("end", step=4)
+
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", make)
+    monkeypatch.setattr("ridgeline.cli_track.time.sleep", lambda seconds: None)
+    done = CliRunner().invoke(app, ["track", str(run.path), "--to", "wandb", "--follow"])
+    assert done.exit_code == 0, done.output
+    assert steps_of(memory) == [1, 2, 3, 4]
+
+
+def test_an_interrupt_notes_what_was_sent(run: RunDir) -> None:
+    class Interrupted(Memory.Run):
+        def log(self, step: int, at: float, scalars: dict[str, float]) -> None:
+            if step == 3:
+                raise KeyboardInterrupt
+            super().log(step, at, scalars)
+
+    memory = Memory()
+
+    def make(told: Told, id: str | None) -> Memory.Run:
+        return Interrupted(memory(told, id).id, memory.runs["r0"])
+
+    with pytest.raises(KeyboardInterrupt):
+        Tracked(run, "wandb", "", make).catch_up()
+    assert Tracked(run, "wandb", "", memory).catch_up() == 1
+    assert steps_of(memory) == [1, 2, 3]
+
+
 def test_mlflow_has_what_the_run_has(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -116,6 +116,11 @@ def test_settings_that_cannot_be_trained_end_a_search_that_has_no_others(tmp_pat
     ("words", "said"),
     [
         ((*SMALL, "--over", "train.lrr=0.1,0.2"), "unknown key train.lrr"),
+        ((*SMALL, *OVER, "--on", "node"), "unknown scheduler 'node' in --on; did you mean 'nodes'?"),
+        (
+            (*SMALL, *OVER, "--on", "nodes"),
+            "--on nodes is for the nodes of a job, and this is none",
+        ),
         ((*SMALL, "--over", "train.batch=0,32"), "train.batch=0 is too small"),
         ((*SMALL,), "nothing to search"),
         ((*SMALL, *OVER, "--draw", "magic"), "unknown way 'magic' in --draw"),
