@@ -116,7 +116,10 @@ def test_settings_that_cannot_be_trained_end_a_search_that_has_no_others(tmp_pat
     ("words", "said"),
     [
         ((*SMALL, "--over", "train.lrr=0.1,0.2"), "unknown key train.lrr"),
-        ((*SMALL, *OVER, "--on", "node"), "unknown scheduler 'node' in --on; did you mean 'nodes'?"),
+        (
+            (*SMALL, *OVER, "--on", "node"),
+            "unknown scheduler 'node' in --on; did you mean 'nodes'?",
+        ),
         (
             (*SMALL, *OVER, "--on", "nodes"),
             "--on nodes is for the nodes of a job, and this is none",
