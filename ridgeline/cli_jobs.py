@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ridgeline.errors import Requeue, RunError, UsageError, unknown_word
+from ridgeline.errors import OURS, Requeue, RunError, UsageError, unknown_word
 
 if TYPE_CHECKING:
     from ridgeline.launch.env import Limits
@@ -202,7 +202,7 @@ def put_back(kind: str) -> Iterator[None]:
         try:
             scheduler.requeue(given.job_id)
         except RunError as refused:
-            typer.echo(f"ridgeline: {refused}; submit the script again", err=True)
+            typer.echo(f"{OURS}{refused}; submit the script again", err=True)
         raise
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ridgeline.cli_shared import num_cores
-from ridgeline.errors import RunError, UsageError
+from ridgeline.errors import OURS, RunError, UsageError
 
 if TYPE_CHECKING:
     from ridgeline.launch.env import RankEnv
@@ -188,7 +188,7 @@ def _tell_failure(asked: Asked, env: RankEnv, error: Exception) -> None:
     if known and env.rank != 0:
         return
     text = str(error) if known else f"rank {env.rank}: {type(error).__name__}: {error}"
-    typer.echo(f"ridgeline: {text}", err=True)
+    typer.echo(f"{OURS}{text}", err=True)
 
 
 def _end_with_parent() -> None:

@@ -16,6 +16,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+OURS = "ridgeline: "
+"""How the one line begins."""
+
 
 class UsageError(Exception):
     """What was asked cannot be done as asked: a wrong word, value or combination. Exit code 2."""
@@ -77,7 +80,7 @@ def complain(error: UsageError | RunError) -> int:
     """The one line on standard error that is all a user sees of it; the exit code that goes with it. In one
     piece, because several ranks may write to the same terminal."""
     with suppress(OSError, ValueError):
-        sys.stderr.write(f"ridgeline: {error}\n")
+        sys.stderr.write(f"{OURS}{error}\n")
         sys.stderr.flush()
     return error.exit_code
 

@@ -253,6 +253,12 @@ AUTO: Final = "auto"
 """A layout that the planner chooses for as many ranks as there are."""
 
 
+def ideal_bubble(num_ranks: int, num_microbatches: int, virtual: int = 1) -> float:
+    """The part of a step in which ranks of a pipeline compute nothing, where all stages take as long:
+    (p-1) / (m v + p-1), v stages a rank."""
+    return (num_ranks - 1) / (num_microbatches * virtual + num_ranks - 1)
+
+
 def read_auto(text: str, place: str = "layout") -> Layout | None:
     """What a text that leaves the layout to the planner says nevertheless: its precision, as in
     `auto,precision=bf16`. None for any other text."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -33,6 +34,8 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 REPORT = "report.html"
 TRACES = "traces"
+PIPELINE = "pipeline"
+"""In `TRACES`, one step of a pipeline as a picture and for Perfetto."""
 LOGS = "logs"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
@@ -41,7 +44,7 @@ RESOURCES = "resources"
 """One file a node, of what its cores, memory, disks, links and GPUs did."""
 WEIGHTS = "weights.safetensors"
 
-SPLIT = ("data_s", "h2d_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
+SPLIT = ("data_s", "h2d_s", "forward_s", "backward_s", "bubble_s", "comm_s", "optimizer_s")
 """The parts a step's time is split into, in the order in which they happen."""
 
 
@@ -77,6 +80,8 @@ class StepRecord:
     """Counted model FLOPs over the devices' peak, 0 to 1."""
     memory_bytes: int | None = None
     """Peak device memory so far on rank 0 (resident set size where the device is the CPU)."""
+    bubble_s: float = 0.0
+    """In a pipeline: between microbatches, waiting for other stages and for what they send."""
 
     @property
     def samples_per_s(self) -> float:
@@ -161,6 +166,11 @@ class Event:
     time: float
     event: str
     details: dict[str, Any] = field(default_factory=dict)
+
+
+def waits_s(rank: RankRecord) -> float:
+    """What of its median step a rank waits for others, in communication and in a pipeline."""
+    return rank.split_s.get("comm_s", 0.0) + rank.split_s.get("bubble_s", 0.0)
 
 
 Record = StepRecord | EvalRecord | RankRecord
@@ -340,6 +350,24 @@ def status_after(events: Iterable[Event], status: str = "running") -> str:
     return status
 
 
+def newest_stretch(steps: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRecord]:
+    """Steps since the run has had the layout and the number of ranks that it last started with: others took
+    another time. All, where it had no others, or no step since."""
+    begun = math.inf
+    starts = [event for event in events if event.event == "start"]
+    for event in reversed(starts):
+        if any(event.details.get(k) != starts[-1].details.get(k) for k in ("layout", "num_ranks")):
+            return [s for s in steps if s.time >= begun] or list(steps)
+        begun = event.time
+    return list(steps)
+
+
+def newest_ranks(ranks: Sequence[RankRecord], events: Sequence[Event]) -> list[RankRecord]:
+    """None of them, where it last started with another number of ranks, which have said nothing yet."""
+    numbers = [e.details.get("num_ranks") for e in events if e.event == "start"]
+    return list(ranks) if not numbers or numbers[-1] in (None, len(ranks)) else []
+
+
 def safe_host(host: str) -> str:
     """A host's name as a file may be called.
 
@@ -484,31 +512,38 @@ class RunDir:
     def steps(self) -> list[StepRecord]:
         """One record a step, in their order; where a run went back to a checkpoint or to its beginning,
         nothing of what it did after that before."""
-        return self._history()[0]
+        return self.history()[0]
 
     def evals(self) -> list[EvalRecord]:
         """The same of evaluations."""
-        return self._history()[1]
+        return self.history()[1]
 
-    def _history(self) -> tuple[list[StepRecord], list[EvalRecord]]:
+    def history(self) -> tuple[list[StepRecord], list[EvalRecord], list[RankRecord]]:
+        """Steps, evaluations and ranks, read once."""
         steps: list[StepRecord] = []
         evals: list[EvalRecord] = []
+        ranks: dict[int, RankRecord] = {}
+        was_rank = False
         for record in self.records():
-            if isinstance(record, StepRecord):
+            if isinstance(record, RankRecord):
+                if not was_rank:
+                    ranks = {}  # there may have been more of them before
+                ranks[record.rank] = record
+            elif isinstance(record, StepRecord):
                 if steps and record.step <= steps[-1].step:
                     steps = [r for r in steps if r.step < record.step]
                     evals = [r for r in evals if r.step < record.step]
                 steps.append(record)
-            elif isinstance(record, EvalRecord):
+            else:
                 if evals and record.step <= evals[-1].step:
                     evals = [r for r in evals if r.step < record.step]
                 evals.append(record)
-        return steps, evals
+            was_rank = isinstance(record, RankRecord)
+        return steps, evals, [ranks[rank] for rank in sorted(ranks)]
 
     def ranks(self) -> list[RankRecord]:
-        """The newest record of each rank, by rank."""
-        newest = {r.rank: r for r in self.records() if isinstance(r, RankRecord)}
-        return [newest[rank] for rank in sorted(newest)]
+        """What the ranks said of themselves when they last did, by rank."""
+        return self.history()[2]
 
     def events(self) -> list[Event]:
         built = (build_event(value) for value in _read_lines(self.file(EVENTS)))

@@ -17,12 +17,22 @@ from ridgeline.doctor.measured import (
     Measured,
     Memory,
     RankTime,
+    pipelined,
     quartile_spread,
 )
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.machine.roofline import ComputeFacts
-from ridgeline.rundir import FACTS, LAYOUT, SPLIT, RunDir, StepRecord
+from ridgeline.rundir import (
+    FACTS,
+    LAYOUT,
+    SPLIT,
+    RunDir,
+    StepRecord,
+    newest_ranks,
+    newest_stretch,
+    waits_s,
+)
 
 _SKIPPED = 5
 """Steps at the beginning that compile, search for kernels and fill memory."""
@@ -30,7 +40,8 @@ _SKIPPED = 5
 
 def measure_run(run: RunDir) -> Measured:
     """What the records of a run say of its steps."""
-    steps = run.steps()
+    (steps, _, ranks), events = run.history(), run.events()
+    steps, ranks = newest_stretch(steps, events), newest_ranks(ranks, events)
     if len(steps) < 2:
         raise UsageError(
             f"{run.path} has records of {len(steps)} steps; the doctor needs two or more of them"
@@ -41,7 +52,6 @@ def measure_run(run: RunDir) -> Measured:
     facts = run.read_json(FACTS) or {}
     machine, model = facts.get("machine", {}), facts.get("model", {})
     layout = read_layout(run)
-    ranks = run.ranks()
     num_ranks = max(len(ranks), layout.world_size)
     samples = statistics.median(s.num_samples for s in steady)
     flops = float(model.get("train_flops_per_sample", 0.0)) * samples / num_ranks
@@ -59,16 +69,16 @@ def measure_run(run: RunDir) -> Measured:
         data_s=split["data_s"],
         h2d_s=split["h2d_s"],
         compute_s=compute_s + split["optimizer_s"],
-        comm_exposed_s=split["comm_s"],
+        comm_exposed_s=split["comm_s"] + split["bubble_s"],
         other_s=max(step_s - known, 0.0),
         classes=(
             ClassTime(FORWARD_BACKWARD, compute_s, flops=flops, precision=layout.precision),
             ClassTime(OPTIMIZER, split["optimizer_s"]),
         ),
         memory=_memory(steady, machine),
+        pipeline=pipelined(layout, split["bubble_s"]),
         ranks=tuple(
-            RankTime(r.rank, r.step_s, r.split_s.get("data_s", 0.0), r.split_s.get("comm_s", 0.0))
-            for r in ranks
+            RankTime(r.rank, r.step_s, r.split_s.get("data_s", 0.0), waits_s(r)) for r in ranks
         ),
         roofline=_peaks(machine),
         notes=_notes(run),

@@ -8,9 +8,10 @@ nobody's; a training that is somebody's (`measure_training`) gets its state back
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ridgeline.doctor.measured import (
     Missed,
     RankTime,
     Stall,
+    pipelined,
     quartile_spread,
 )
 from ridgeline.doctor.probe import Probe, Watched
@@ -38,11 +40,13 @@ from ridgeline.doctor.shapes import MULTIPLES, Used, find_cliffs, names_by_shape
 from ridgeline.doctor.timeline import look_at_memory, take_apart
 from ridgeline.doctor.trace import Allocations, Taken
 from ridgeline.launch.env import RankEnv
+from ridgeline.layout import Layout
 from ridgeline.machine.compute import device_name, measure_compute
 from ridgeline.machine.record import read_compute
 from ridgeline.machine.roofline import ComputeFacts
 from ridgeline.parallel.mesh import close_mesh
 from ridgeline.train.checks import count_parts
+from ridgeline.train.clock import Pending
 from ridgeline.train.loop import train_loop
 from ridgeline.train.setup import Training, build_training
 
@@ -71,12 +75,14 @@ class Facts:
 
     source: str
     batch: int = 0
-    microbatches: int = 1
+    layout: Layout = field(default_factory=Layout)
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     vocabulary: int | None = None
     notes: tuple[str, ...] = ()
     script: SeenScript | None = None
+    bubble_s: float = 0.0
+    """Waiting for other stages of a pipeline, of each step."""
     place: tuple[int, int] | None = None
     """Rank and number of ranks, of one that may have left its group by the end."""
 
@@ -112,7 +118,7 @@ def measure_training(training: Training, steps: int = 30, machine: Path | None =
 
 
 def _measure(training: Training, options: Options, roofline: ComputeFacts | None) -> Seen:
-    device, config = training.mesh.device, training.config
+    device, config, layout = training.mesh.device, training.config, training.mesh.layout
     probe = Probe(device, options.steps, nvtx=options.nvtx, keep_trace=options.keep_trace)
     watched_training = replace(
         training,
@@ -121,8 +127,11 @@ def _measure(training: Training, options: Options, roofline: ComputeFacts | None
         num_steps=probe.num_steps,
     )
     steps = train_loop(watched_training)
+    bubbles = []
     try:
-        for _ in steps:
+        for result in steps:
+            if layout.pp > 1 and probe.is_timing:
+                bubbles.append(result.times)
             if probe.step_done():
                 break
     except BaseException:
@@ -132,17 +141,22 @@ def _measure(training: Training, options: Options, roofline: ComputeFacts | None
     steps.close()
     watched = probe.finish()
     vocabulary = config.model.args.get("vocab")
-    layout = training.mesh.layout
     facts = Facts(
         source=f"recipe {config.name}",
         batch=config.train.batch // layout.dp,
-        microbatches=count_parts(layout),
+        layout=layout,
         model=training.model,
         optimizer=training.optimizer,
         vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+        bubble_s=_median_part(bubbles, "bubble_s"),
         notes=tell_unheeded(options, device),
     )
     return explain(probe, watched, facts, roofline)
+
+
+def _median_part(steps: Sequence[Pending], part: str) -> float:
+    """Of steps that are over: the profiler has waited for the device since."""
+    return statistics.median(step.read().get(part, 0.0) for step in steps) if steps else 0.0
 
 
 def _watch_feed(training: Training, probe: Probe) -> Any:
@@ -253,7 +267,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
         spread=quartile_spread(watched.step_times),
         overhead=max(window_s / step_s - 1, 0.0) if step_s else 0.0,
         batch=facts.batch,
-        microbatches=facts.microbatches,
+        microbatches=count_parts(facts.layout),
         **parts,
         comm_hidden_s=taken.comm_hidden_s / count,
         classes=_classes(taken, count, scale, cuda),
@@ -274,6 +288,7 @@ def explain(probe: Probe, watched: Watched, facts: Facts, roofline: ComputeFacts
         memory=_memory(watched, allocations, facts, device, taken.retry_s / count),
         roofline=roofline,
         power=watched.power,
+        pipeline=pipelined(facts.layout, min(facts.bubble_s, parts["comm_exposed_s"])),
         notes=facts.notes,
     )
     measured = replace(measured, ranks=_gather_ranks(measured))

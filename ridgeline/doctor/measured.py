@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ridgeline.layout import Layout
 from ridgeline.machine.power import Power
 from ridgeline.machine.roofline import ComputeFacts, compute_from_dict
 
@@ -81,6 +82,7 @@ class RankTime:
     step_s: float
     data_s: float
     comm_s: float
+    """Communication that nothing hides, and other waiting for ranks."""
 
     @property
     def own_s(self) -> float:
@@ -113,6 +115,19 @@ class Memory:
     def activations_bytes(self) -> float:
         held = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         return max(self.peak_bytes - held, 0.0)
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """The pipeline that a rank is one of."""
+
+    num_ranks: int
+    microbatches: int
+    virtual: int
+    """Stages of each rank."""
+    schedule: str
+    bubble_s: float
+    """What of the communication that nothing hides is waiting for other stages, by the step's own clock."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +186,7 @@ class Measured:
     smallest_side: int = 0
     """The smallest dimension of the product that takes longest."""
     memory: Memory | None = None
+    pipeline: Pipelined | None = None
     ranks: tuple[RankTime, ...] = ()
     roofline: ComputeFacts | None = None
     power: Power | None = None
@@ -193,6 +209,13 @@ class Measured:
         return dataclasses.asdict(self)
 
 
+def pipelined(layout: Layout, bubble_s: float) -> Pipelined | None:
+    """None where there are no stages."""
+    if layout.pp == 1:
+        return None
+    return Pipelined(layout.pp, layout.microbatches, layout.virtual, layout.schedule, bubble_s)
+
+
 def measured_from_dict(values: Mapping[str, Any]) -> Measured:
     """Back from JSON; keys of a newer version are passed over."""
     known = {f.name for f in dataclasses.fields(Measured)}
@@ -210,6 +233,8 @@ def measured_from_dict(values: Mapping[str, Any]) -> Measured:
         kept[key] = tuple(kept.get(key, ()))
     if kept.get("memory") is not None:
         kept["memory"] = _rebuild(Memory, kept["memory"])
+    if kept.get("pipeline") is not None:
+        kept["pipeline"] = _rebuild(Pipelined, kept["pipeline"])
     if kept.get("power") is not None:
         kept["power"] = _rebuild(Power, kept["power"])
     if kept.get("roofline") is not None:

@@ -125,6 +125,11 @@ class Probe:
         return self._done
 
     @property
+    def is_timing(self) -> bool:
+        """Whether the step at hand is timed, and not profiled."""
+        return self._timing
+
+    @property
     def is_enough(self) -> bool:
         return self._done >= self.num_steps
 

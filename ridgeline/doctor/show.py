@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ridgeline.doctor.measured import Measured
 from ridgeline.doctor.pictures import step_rows
-from ridgeline.doctor.verdict import DATA, HOST, Finding, Verdict, class_limit
+from ridgeline.doctor.verdict import DATA, HOST, Finding, Verdict, class_limit, most_of
 from ridgeline.machine.picture import amount, duration
 from ridgeline.plan.kept import Compared
 
@@ -57,7 +57,10 @@ def show_verdict(
     others = [f for f in verdict.findings[1:] if f.share >= 0.05]
     if others:
         lines += ["", "also:"]
-        lines += [f"  {f.limit}: {f.share:.0%}, {f.cause}{_where(f)}" for f in others]
+        lines += [
+            f"  {f.limit}: {f.share:.0%}, {most_of(measured, f) or f.cause + _where(f)}"
+            for f in others
+        ]
     if len(measured.ranks) > 1:
         lines += ["", "ranks:"]
         lines += [

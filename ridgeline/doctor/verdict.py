@@ -8,6 +8,7 @@ with its reason. Called by `ridgeline doctor`; imports without torch.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from ridgeline.doctor.measured import (
     OPTIMIZER,
     ClassTime,
     Measured,
+    Pipelined,
     RankTime,
 )
+from ridgeline.layout import ideal_bubble
 from ridgeline.machine.picture import amount, duration
 
 DATA, HOST, LAUNCH, BANDWIDTH = "data", "host", "launch", "memory bandwidth"
@@ -52,6 +55,8 @@ ODD = 0.1
 """Share of the step in products with an odd dimension from which that is named as the cause."""
 TOO_FAST = 1.25
 """Times of its peak at which a device is not believed to compute."""
+_MICROBATCHES = 9
+"""As many for each other stage leave a tenth of a step to the bubble."""
 A_CLASS = 0.02
 """Share of the step from which classes of arithmetic beside the longest are no part of its name."""
 _READING = re.compile(
@@ -144,7 +149,6 @@ def _sentence(measured: Measured, findings: Sequence[Finding]) -> str:
 
 
 def _known(measured: Measured, first: Finding) -> str:
-    where = f" ({first.within})" if first.within else ""
     if first.limit == COMPUTE:
         reached = reached_share(measured)
         of = f" at {reached:.0%} of what the device reaches" if reached is not None else ""
@@ -153,15 +157,25 @@ def _known(measured: Measured, first: Finding) -> str:
         if power is not None and power.capped > CAPPED:
             of += f", at its power limit ({power.clock_mhz:,.0f} of {power.max_clock_mhz:,.0f} MHz)"
         return f"compute-bound{of}: {first.share:.0%} of the step is {_what(measured, first)}{why}"
-    return f"held back by {first.limit}: {first.share:.0%} of the step is {first.cause}{where}"
+    most = most_of(measured, first)
+    what = f"work that memory limits, {most}" if most else first.cause
+    where = f" ({first.within})" if first.within and not most else ""
+    return f"held back by {first.limit}: {first.share:.0%} of the step is {what}{where}"
 
 
 def _what(m: Measured, first: Finding) -> str:
     """The class that arithmetic is, or that most of it is."""
-    alone = m.share(sum(row.seconds for row in m.classes if row.name == first.within))
-    if first.share - alone < A_CLASS:
-        return first.within
-    return f"arithmetic, most of it {first.within} ({alone:.0%})"
+    most = most_of(m, first)
+    return f"arithmetic, {most}" if most else first.within
+
+
+def most_of(m: Measured, found: Finding) -> str:
+    """Which class a finding of several is named by, and its own share; empty for one of one class."""
+    alone = m.share(sum(row.seconds for row in m.classes if row.name == found.within))
+    if found.limit not in (BANDWIDTH, COMPUTE) or found.share - alone < A_CLASS:
+        return ""
+    why = f": {found.cause}" if found.limit == BANDWIDTH and found.within in _ARITHMETIC else ""
+    return f"most of it {found.within} ({alone:.0%}){why}"
 
 
 def _unexplained(m: Measured, largest: Finding) -> Finding:
@@ -262,6 +276,8 @@ def _launch(m: Measured) -> Finding:
 
 
 def _communication(m: Measured) -> Finding:
+    if m.pipeline is not None and m.pipeline.bubble_s > 0.5 * m.comm_exposed_s:
+        return _bubble(m, m.pipeline)
     total = m.comm_exposed_s + m.comm_hidden_s
     evidence = [
         f"{duration(m.comm_exposed_s)} of {duration(total)} of communication a step are hidden by nothing"
@@ -273,6 +289,32 @@ def _communication(m: Measured) -> Finding:
             f"{duration(max(owns))} a step"
         )
     return Finding(COMMUNICATION, m.share(m.comm_exposed_s), "the network", "", tuple(evidence))
+
+
+def _bubble(m: Measured, pipe: Pipelined) -> Finding:
+    evidence = [
+        f"{duration(pipe.bubble_s)} of a step of {duration(m.step_s)} go by between microbatches, waiting "
+        "for other stages and for what they send"
+    ]
+    within = ""
+    if pipe.schedule != "zerobubble":  # which fills what this counts
+        p, count, v = pipe.num_ranks, pipe.microbatches, pipe.virtual
+        text = f"{p} even ranks with microbatches={count}" + (f" and virtual={v}" if v > 1 else "")
+        text += f" are idle for {ideal_bubble(p, count, v):.0%} of a step"
+        enough = math.ceil(_MICROBATCHES * (p - 1) / v / p) * p
+        if enough > count:
+            least = ideal_bubble(p, enough, v)
+            text += f", with microbatches={enough} for {least:.0%}"
+            within = f"microbatches={enough} would leave {least:.0%}"
+        evidence.append(text)
+    if len(m.ranks) > 1:
+        least, most = min(m.ranks, key=lambda r: r.own_s), max(m.ranks, key=lambda r: r.own_s)
+        evidence.append(
+            f"their own work is {duration(least.own_s)} (rank {least.rank}) to {duration(most.own_s)} "
+            f"(rank {most.rank}) a step, and all go at the pace of the one with the most"
+        )
+    cause = "waiting for other stages of the pipeline"
+    return Finding(COMMUNICATION, m.share(m.comm_exposed_s), cause, within, tuple(evidence))
 
 
 def is_memory_bound(m: Measured, row: ClassTime) -> bool:

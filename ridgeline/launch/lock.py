@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ridgeline.errors import UsageError
+from ridgeline.errors import OURS, UsageError
 
 NAME = ".lock"
 TOUCH_S = 20.0
@@ -88,7 +88,7 @@ def _is_alive(owner: dict[str, Any], path: Path, age_s: float) -> bool:
 def _is_touched(owner: dict[str, Any], path: Path, wait_s: float) -> bool:
     """Whether somebody on another host touches the file; nobody does once it is stale."""
     print(
-        f"ridgeline: {path.parent} was trained in on {owner['host']} a moment ago; waiting for up to "
+        f"{OURS}{path.parent} was trained in on {owner['host']} a moment ago; waiting for up to "
         f"{wait_s:.0f} s to see whether it still is",
         file=sys.stderr,
         flush=True,

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from ridgeline.errors import Requeue, RunError, UsageError
+from ridgeline.errors import OURS, Requeue, RunError, UsageError
 from ridgeline.launch.env import BIND, HUB, TERMINAL, read_limits, said_threads
 from ridgeline.launch.failures import (
     RankError,
@@ -349,6 +349,9 @@ def _as_failure(told: RankExit, hub: Hub) -> RankFailure:
         )
     last = [line for line in told.tail.splitlines() if line.strip()]
     words = f": {last[-1].strip()}" if last else ""
+    ours = last[-1].partition(OURS)[2] if last and last[-1].startswith(OURS) else ""
+    if told.code == UsageError.exit_code and ours:
+        return RankFailure(told.rank, told.time, ours.strip(), usage=True)
     return RankFailure(
         told.rank,
         told.time,

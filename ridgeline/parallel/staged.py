@@ -25,6 +25,7 @@ from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.parallel.pipeline import Pipeline, StagePlan, Timeline, build_stages, plan_stages
 from ridgeline.parallel.pipeline.plan import Cut
+from ridgeline.parallel.pipeline.timeline import Mark, no_mark
 from ridgeline.parallel.precision import AUTOCAST
 
 if TYPE_CHECKING:
@@ -91,12 +92,14 @@ class Staged:
         counts: tuple[int, ...],
         weights: list[float],
         prepare: Callable[[int], None],
+        mark: Mark = no_mark,
     ) -> Tensor:
         """All microbatches; the sum of weight times loss, the same on every stage.
 
-        `prepare` is called with a microbatch's number before each of its forward passes.
+        `prepare` is called with a microbatch's number before each of its forward passes; `mark` splits the
+        step's time into pieces of work and what is between them.
         """
-        return self.pipeline.forward_backward(inputs, targets, counts, weights, prepare)
+        return self.pipeline.forward_backward(inputs, targets, counts, weights, prepare, mark)
 
     def predict(self, inputs: Any) -> Any:
         """The model's outputs on the rank of the last stage, None on the others."""

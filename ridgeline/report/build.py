@@ -30,6 +30,7 @@ from ridgeline.report.page import (
     tiles,
     value_text,
 )
+from ridgeline.report.pipeline import pipeline
 from ridgeline.report.predicted import predicted
 from ridgeline.report.resources import resources
 from ridgeline.report.stragglers import stragglers
@@ -60,11 +61,12 @@ PART_NAMES = {
     "h2d_s": "copy to device",
     "forward_s": "forward",
     "backward_s": "backward",
+    "bubble_s": "waiting for other stages",
     "comm_s": "exposed communication",
     "optimizer_s": "optimizer",
     OTHER: "other",
 }
-_PART_COLOURS = (3, 5, 0, 2, 1, 4, 7)
+_PART_COLOURS = dict(zip(PART_NAMES, (3, 5, 0, 2, 6, 1, 4, 7), strict=True))
 _RANK_ROWS = 32
 _EVENT_ROWS = 200
 _EVEN = 0.03
@@ -82,6 +84,7 @@ def build_report(run: RunDir) -> Path:
             section("Loss and metrics", _curves(summary)),
             section("Speed", _speed(summary)),
             section("Where a step's time goes", _split(summary)),
+            section("Pipeline", pipeline(run, summary)),
             section("Predicted and measured", predicted(run, summary)),
             section("Ranks", _ranks(summary)),
             section("Stragglers", stragglers(summary.events)),
@@ -240,9 +243,14 @@ def _speed(run: RunSummary) -> str:
         from_zero=True,
         full=True,
     )
-    skipped = len(run.steps) - len(run.steady)
+    skipped = len(run.steps) - run.num_before - len(run.steady)
     many = "step is" if skipped == 1 else f"{skipped} steps are"
     note = f"The first {many} left out of all medians as warm-up." if skipped else ""
+    if run.num_before:
+        note = (
+            f"The first {run.num_before:,} steps ran on other ranks or in another layout: medians are of "
+            f"those since, without {skipped} of warm-up."
+        )
     return body + (paragraph(note, "note") if note else "")
 
 
@@ -254,14 +262,12 @@ def _split(run: RunSummary) -> str:
     shares = percentages(list(parts.values()))
     bar = stacked_bar(
         [
-            Part(PART_NAMES[name], seconds, f"{share:.1f} %", colour)
-            for (name, seconds), share, colour in zip(
-                parts.items(), shares, _PART_COLOURS, strict=True
-            )
+            Part(PART_NAMES[name], seconds, f"{share:.1f} %", _PART_COLOURS[name])
+            for (name, seconds), share in zip(parts.items(), shares, strict=True)
         ],
         title="parts of a step's time",
     )
-    names = legend([(PART_NAMES[n], c) for n, c in zip(parts, _PART_COLOURS, strict=True)])
+    names = legend([(PART_NAMES[name], _PART_COLOURS[name]) for name in parts])
     rows = [
         [PART_NAMES[name], seconds_text(seconds), f"{share:.1f} %"]
         for (name, seconds), share in zip(parts.items(), shares, strict=True)

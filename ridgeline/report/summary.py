@@ -63,9 +63,16 @@ class RunSummary:
 
     @cached_property
     def steady(self) -> list[StepRecord]:
-        """The steps after warm-up: without the first tenth, at most five."""
-        count = len(self.steps)
-        return self.steps[min(5, math.ceil(count / 10)) :] if count > 1 else self.steps
+        """The steps after warm-up, without the first tenth, at most five: of those since the run has had
+        the ranks and the layout that it has now."""
+        steps = rundir.newest_stretch(self.steps, self.events)
+        count = len(steps)
+        return steps[min(5, math.ceil(count / 10)) :] if count > 1 else steps
+
+    @cached_property
+    def num_before(self) -> int:
+        """Steps on other ranks, or in another layout, than the last."""
+        return len(self.steps) - len(rundir.newest_stretch(self.steps, self.events))
 
     @property
     def final_loss(self) -> float | None:
@@ -146,6 +153,8 @@ class RunSummary:
             return {}
         parts: dict[str, float] = {}
         for name in rundir.SPLIT:
+            if name == "bubble_s" and not any(s.bubble_s for s in self.steps):
+                continue  # no pipeline
             parts[name] = median_of(getattr(s, name) for s in self.steady) or 0.0
         rest = (s.step_s - sum(getattr(s, name) for name in rundir.SPLIT) for s in self.steady)
         parts[OTHER] = max(0.0, median_of(rest) or 0.0)
@@ -163,7 +172,7 @@ class RunSummary:
 
 
 def own_work_s(rank: RankRecord) -> float:
-    return max(0.0, rank.step_s - rank.split_s.get("comm_s", 0.0))
+    return max(0.0, rank.step_s - rundir.waits_s(rank))
 
 
 def number(value: Any) -> float:
@@ -193,17 +202,7 @@ def percentages(values: Sequence[float]) -> list[float]:
 
 def read_run(run: RunDir) -> RunSummary:
     """Everything a report needs, read once."""
-    steps: dict[int, StepRecord] = {}
-    evals: dict[int, EvalRecord] = {}
-    ranks: dict[int, RankRecord] = {}
-    for record in run.records():
-        # A resumed run repeats steps; the newer record is the one the weights come from.
-        if isinstance(record, StepRecord):
-            steps[record.step] = record
-        elif isinstance(record, EvalRecord):
-            evals[record.step] = record
-        else:
-            ranks[record.rank] = record
+    (steps, evals, ranks), events = run.history(), run.events()
     facts = _read_json(run, rundir.FACTS)
     return RunSummary(
         name=run.path.resolve().name,
@@ -211,10 +210,10 @@ def read_run(run: RunDir) -> RunSummary:
         layout_text=_read_text(run, rundir.LAYOUT).strip(),
         config_text=_read_text(run, rundir.CONFIG),
         env=_read_json(run, rundir.ENV),
-        steps=[steps[step] for step in sorted(steps)],
-        evals=[evals[step] for step in sorted(evals)],
-        ranks=[ranks[rank] for rank in sorted(ranks)],
-        events=run.events(),
+        steps=steps,
+        evals=evals,
+        ranks=rundir.newest_ranks(ranks, events),
+        events=events,
         model=_facts(ModelFacts, facts.get("model")),
         machine=_facts(MachineFacts, facts.get("machine")),
     )

@@ -119,6 +119,8 @@ def figures(live: LiveRun) -> list[tuple[str, str]]:
     if live.steps:
         found.append(("waiting for data", _share_text(live.share("data_s"))))
         found.append(("exposed communication", _share_text(live.share("comm_s"))))
+        if bubble := live.share("bubble_s"):
+            found.append(("waiting for other stages", _share_text(bubble)))
     found.append(("peak memory of rank 0", bytes_text(live.memory_bytes)))
     for record in live.evals[-1:]:
         metrics = "  ".join(f"{n} {value_text(number(v))}" for n, v in record.metrics.items())

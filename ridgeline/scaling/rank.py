@@ -285,12 +285,12 @@ def _part(call: Call, axes: tuple[str, ...]) -> str:
 
 
 def _is_beside(call: Call, layout: Layout) -> bool:
-    """Gradients that leave while backward goes on, and shards that are fetched ahead of it. A clock tells
-    a pipeline's parts apart only when all of them are over."""
+    """Gradients that leave while backward goes on, and shards that are fetched ahead of it: in a pipeline
+    while a microbatch is computed."""
     if call.num_bytes < _SMALL:
         return False  # somebody waits for the answer
     if layout.pp > 1:
-        return call.phase == ""
+        return call.phase != "backward_s"
     return call.phase == "forward_s" or (layout.zero == 3 and call.phase != "comm_s")
 
 

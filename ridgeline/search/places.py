@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ridgeline.errors import Requeue, RunError, UsageError
+from ridgeline.errors import OURS, Requeue, RunError, UsageError
 from ridgeline.launch.env import environment_with
 from ridgeline.launch.job import RECORD, JobState
 from ridgeline.launch.rank import end_with_parent
@@ -267,8 +267,8 @@ def last_words(log: Path, begins: int = 0) -> str:
         lines = log.read_bytes()[begins:].decode(errors="replace").splitlines()
     except OSError:
         return ""
-    said = [line for line in lines if line.startswith("ridgeline: ")]
+    said = [line for line in lines if line.startswith(OURS)]
     if said:
-        return said[-1].removeprefix("ridgeline: ").strip()[:500]
+        return said[-1].removeprefix(OURS).strip()[:500]
     raised = [line for line in lines if _RAISED.match(line)]
     return raised[-1].strip()[:500] if raised else ""

@@ -46,10 +46,13 @@ def build_alive(
     """Every rank calls this at the same place. `want_save` says whether a checkpoint is due by the
     clock; rank 0's answer counts."""
     mesh = training.mesh
+    piped = mesh.layout.pp > 1
     requests.want_save = want_save
     return Alive(
         Watch(training.config.watch, mesh.env, training.clock, run.file(LOGS) if run else None),
         Pulse(mesh, requests),
-        Stragglers(mesh.env.world_size, run if mesh.is_main else None),
+        Stragglers(
+            mesh.env.world_size, run if mesh.is_main else None, mesh.stage_of if piped else None
+        ),
         requests,
     )

@@ -14,6 +14,9 @@ import torch
 
 Times = dict[str, float]
 
+PIECE, BETWEEN = "a microbatch", "waiting for other stages"
+"""What comes next in a step of a pipeline."""
+
 
 class Pending(Protocol):
     """The parts of one step, some of which may still be running on the device."""
@@ -26,14 +29,15 @@ class Pending(Protocol):
 
 class Clock(Protocol):
     last: str
-    """The part that was over last; empty before the first. With `num_marks` it says where a rank is."""
+    """Where a rank is: the part that was over last, or what was said to come; empty before the first."""
     num_marks: int
 
     def start(self) -> None:
         """Begin (or begin again, after something that is no part of a step)."""
 
-    def mark(self, part: str) -> None:
-        """Everything since the mark before belongs to `part`."""
+    def mark(self, part: str, then: str = "") -> None:
+        """Everything since the mark before belongs to `part`; `then` names what comes now, where that does
+        not follow from it."""
 
     def end_step(self) -> Pending:
         """Close the step; what follows belongs to the next."""
@@ -61,11 +65,11 @@ class HostClock:
         self._last = self._begin = time.perf_counter()
         self._times: Times = {}
 
-    def mark(self, part: str) -> None:
+    def mark(self, part: str, then: str = "") -> None:
         now = time.perf_counter()
         self._times[part] = self._times.get(part, 0.0) + now - self._last
         self._last = now
-        self.last = part
+        self.last = then or part
         self.num_marks += 1
 
     def end_step(self) -> Pending:
@@ -111,9 +115,9 @@ class CudaClock:
         event.record()
         return event
 
-    def mark(self, part: str) -> None:
+    def mark(self, part: str, then: str = "") -> None:
         self._marks.append((part, self._record()))
-        self.last = part
+        self.last = then or part
         self.num_marks += 1
 
     def end_step(self) -> Pending:

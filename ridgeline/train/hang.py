@@ -24,6 +24,7 @@ from ridgeline.errors import RunError
 from ridgeline.launch.failures import write_failure
 from ridgeline.launch.ranks import RankProcess, known_ranks, stack_file, write_aside
 from ridgeline.parallel.mesh import JOIN_TIMEOUT
+from ridgeline.train.clock import BETWEEN
 
 HANG = "hang"
 """Folder below `logs/`, and the name of the table beside it."""
@@ -60,14 +61,14 @@ class Account:
     @property
     def waits_in(self) -> str:
         """The collective by torch's record, else by the innermost call into torch.distributed, else
-        by the part of the step that is nothing but communication."""
+        by a part of the step that is nothing but communication."""
         if self.collective:
             return self.collective.partition(",")[0]
         for text in reversed(self.stack):
             found = re.search(r"torch/distributed/\w+\.py\", line \d+, in (\w+)", text)
             if found and found[1] not in ("wrapper", "wait"):
                 return found[1]
-        return self.phase if self.phase == "gradient exchange" else ""
+        return self.phase if self.phase in ("gradient exchange", BETWEEN) else ""
 
     @property
     def line(self) -> str:

@@ -18,7 +18,7 @@ from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.ddp import Replicated, watch_last_gradient
 from ridgeline.parallel.precision import Precision
-from ridgeline.train.clock import Clock
+from ridgeline.train.clock import BETWEEN, PIECE, Clock
 from ridgeline.train.step import ForwardBackward
 from ridgeline.train.tasks import Loss
 
@@ -112,11 +112,14 @@ def _through_stages(
             arranged.share.num_real = batch.counts[index]
             name_samples(arranged, batch, index)
 
+        def mark(part: str) -> None:
+            clock.mark(part, PIECE if part == "bubble_s" else BETWEEN)
+
         with precision.autocast():
             total = staged.forward_backward(
-                batch.inputs, batch.targets, batch.counts, weights, prepare
+                batch.inputs, batch.targets, batch.counts, weights, prepare, mark
             )
-        clock.mark("backward_s")
+        clock.mark("bubble_s", "backward_s")  # what comes is what comes after backward
         arranged.finish_gradients()
         clock.mark("comm_s")
         factors = [share / weight for share, weight in zip(shares, weights, strict=True) if weight]

@@ -21,7 +21,7 @@ from ridgeline.checkpoint.load import find_newest, load_training
 from ridgeline.checkpoint.manifest import Manifest, clear_unfinished, put_aside
 from ridgeline.checkpoint.retain import Keep
 from ridgeline.checkpoint.save import Saver
-from ridgeline.errors import UsageError
+from ridgeline.errors import OURS, UsageError
 from ridgeline.launch.env import recorded_environment
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh
@@ -62,7 +62,7 @@ class OwnCheckpoints:
         if found is None:
             return
         for text in found.damaged if mesh.is_main else ():
-            print(f"ridgeline: {text}", file=sys.stderr)
+            print(f"{OURS}{text}", file=sys.stderr)
         load_training(found.path, found.manifest, arranged, optimizer)
         self.num_steps = found.manifest.step
         self._restore(found.manifest.state, found.path)
@@ -129,7 +129,7 @@ class OwnCheckpoints:
         for done in self._saver.outcomes():
             if done.path is None and self._mesh.is_main:
                 print(
-                    f"ridgeline: no checkpoint at step {done.step}: {done.problem}; the loop goes on",
+                    f"{OURS}no checkpoint at step {done.step}: {done.problem}; the loop goes on",
                     file=sys.stderr,
                 )
 

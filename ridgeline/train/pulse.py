@@ -25,7 +25,14 @@ EVERY_S = 0.5
 """Time between exchanges. One costs about 0.6 ms of a core, so this is 0.1 % of the time."""
 MOST_STEPS = 100
 _KEPT_TIMES = 2 * MOST_STEPS
-_COMPUTE = ("h2d_s", "forward_s", "backward_s", "optimizer_s")
+_PARTS: tuple[tuple[str, ...], ...] = (
+    ("step_s",),
+    ("data_s",),
+    ("h2d_s", "forward_s", "backward_s", "optimizer_s"),
+    ("comm_s",),
+    ("bubble_s",),
+)
+"""What is exchanged of a step's times, in the order of `RankPace`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,13 @@ class RankPace:
     compute_s: float
     comm_s: float
     """Communication that nothing hides, with the waiting for slower ranks."""
+    bubble_s: float = 0.0
+    """Waiting for other stages of a pipeline."""
 
     @property
     def own_s(self) -> float:
         """What this rank needs when nobody makes it wait."""
-        return max(0.0, self.step_s - self.comm_s)
+        return max(0.0, self.step_s - self.comm_s - self.bubble_s)
 
 
 @dataclass(frozen=True)
@@ -110,8 +119,7 @@ class Pulse:
         while self._times and self._times[0].is_finished():
             read.append(self._times.popleft().read())
         count = max(1, len(read))
-        parts = [("step_s",), ("data_s",), _COMPUTE, ("comm_s",)]
-        sums = [sum(times.get(name, 0.0) for times in read for name in names) for names in parts]
+        sums = [sum(times.get(name, 0.0) for times in read for name in names) for names in _PARTS]
         return [len(read), *(total / count for total in sums)]
 
     def _read(self) -> Beat:

@@ -1,10 +1,10 @@
 """Who is slow, by how much, and whether it is data, arithmetic or the network.
 
-A step takes as long as its slowest rank, and that rank is the one that waits least: so a rank's own time
-is its step less the communication that nothing hides. A rank whose own time stands out holds the others
-up, by its data or by its arithmetic; where all own times are alike and everybody still waits, it is the
-network. Fed by `alive.py` with the paces that ranks exchange; what is found goes to `events.jsonl`, to
-the terminal, and from there to the report.
+A step takes as long as its slowest rank, and that rank is the one that waits least: so a rank's own time is
+its step less the communication that nothing hides and, in a pipeline, the waiting for other stages. A rank
+whose own time stands out holds the others up, by its data or by its arithmetic; where all own times are
+alike and everybody still waits, it is the network. Fed by `alive.py` with the paces that ranks exchange;
+what is found goes to `events.jsonl`, to the terminal, and from there to the report.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ridgeline.rundir import RunDir
 from ridgeline.train.pulse import RankPace
@@ -40,6 +40,8 @@ class Finding:
     others_s: float
     """The median of the others' own time; for the network the median step."""
     step_s: float
+    stage: int | None = None
+    """Of the pipeline that the rank computes, where there is one: it may have more to do than others."""
 
     @property
     def excess(self) -> float:
@@ -53,9 +55,10 @@ class Finding:
                 f"network: every rank waits {self.own_s * 1e3:.3g} ms of a step of "
                 f"{self.step_s * 1e3:.3g} ms ({self.excess:.0%}), and none of them is slow"
             )
+        stage = "" if self.stage is None else f" in stage {self.stage} of the pipeline"
         return (
             f"straggler: rank {self.rank} needs {self.own_s * 1e3:.3g} ms a step of its own, the "
-            f"others {self.others_s * 1e3:.3g} ms; it is {self.part}, and costs {self.excess:.0%}"
+            f"others {self.others_s * 1e3:.3g} ms; it is {self.part}{stage}, and costs {self.excess:.0%}"
         )
 
 
@@ -84,7 +87,7 @@ def find_stragglers(windows: Sequence[Sequence[RankPace]]) -> list[Finding]:
 
 
 def _median(rank: int, paces: Sequence[RankPace]) -> RankPace:
-    names = ("step_s", "data_s", "compute_s", "comm_s")
+    names = ("step_s", "data_s", "compute_s", "comm_s", "bubble_s")
     medians = {name: statistics.median(getattr(pace, name) for pace in paces) for name in names}
     return RankPace(rank, sum(pace.num_steps for pace in paces), **medians)
 
@@ -92,7 +95,11 @@ def _median(rank: int, paces: Sequence[RankPace]) -> RankPace:
 class Stragglers:
     """The judgement over a run; only rank 0, which has the run directory, judges."""
 
-    def __init__(self, num_ranks: int, run: RunDir | None) -> None:
+    def __init__(
+        self, num_ranks: int, run: RunDir | None, stage_of: Callable[[int], int] | None = None
+    ) -> None:
+        """`stage_of` says which place in a pipeline a rank has, where there is one."""
+        self._stage_of = stage_of
         self._run = run if num_ranks > 1 else None
         self._windows: deque[Sequence[RankPace]] = deque(maxlen=WINDOW)
         self._told: dict[int, float] = {}
@@ -110,6 +117,8 @@ class Stragglers:
             if now - self._told.get(finding.rank, -AGAIN_S) < AGAIN_S:
                 continue
             self._told[finding.rank] = now
+            if self._stage_of is not None and finding.part == "compute":
+                finding = replace(finding, stage=self._stage_of(finding.rank))
             lines.append(str(finding))
             self._run.add_event(
                 "straggler",
@@ -120,5 +129,6 @@ class Stragglers:
                 others_s=finding.others_s,
                 step_s=finding.step_s,
                 excess=finding.excess,
+                **({} if finding.stage is None else {"stage": finding.stage}),
             )
         return lines

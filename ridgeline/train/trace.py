@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ridgeline.rundir import TRACES, RunDir
+from ridgeline.rundir import PIPELINE, TRACES, RunDir
 from ridgeline.train.setup import Training
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class StepTrace:
         if run is None:
             return ""
         text = timeline.describe()
-        write_chrome_trace(timeline, run.file(TRACES) / "pipeline.json")
+        write_chrome_trace(timeline, run.file(TRACES) / f"{PIPELINE}.json")
         picture = timeline_svg(timeline.events, title=f"step {step}, {timeline.schedule}")
-        (run.file(TRACES) / "pipeline.svg").write_text(picture, encoding="utf-8")
-        return f"pipeline, step {step}: {text} ({TRACES}/pipeline.json, .svg)"
+        (run.file(TRACES) / f"{PIPELINE}.svg").write_text(picture, encoding="utf-8")
+        return f"pipeline, step {step}: {text} ({TRACES}/{PIPELINE}.json, .svg)"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from ridgeline.errors import RunError, UsageError, UserCodeFailed, complain
+from ridgeline.errors import OURS, RunError, UsageError, UserCodeFailed, complain
 from ridgeline.launch.env import tell_torchrun, wants_traceback
 
 
@@ -37,7 +37,7 @@ class Sentences:
         elif self._users is not sys.__excepthook__:
             self._users(kind, error, trace)
         code = complain(error)
-        tell_torchrun(f"ridgeline: {error}", time.time())
+        tell_torchrun(f"{OURS}{error}", time.time())
         raise SystemExit(code)  # which the interpreter heeds in a hook as anywhere
 
     def come_first(self) -> None:

@@ -46,7 +46,7 @@ _AFTER = {
     "comm_s": "optimizer",
     "optimizer_s": "between steps",
 }
-"""Where a rank is, by the part of the step that was over last."""
+"""Where a rank is, by the part of the step that was over last; a pipeline says it itself."""
 _T = TypeVar("_T")
 
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ridgeline.errors import UsageError
 from ridgeline.models.build import build_model
+from ridgeline.train.clock import HostClock
 from ridgeline.parallel.pipeline import (
     Event,
     Pipeline,
@@ -147,6 +148,47 @@ class Conditioned(nn.Module):
         return self.head(self.ending(x, condition, bias=2 * torch.eye(16).to(x)).mean(1))
 
 
+class Pyramid(nn.Module):
+    """Features at four depths, in a list."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Conv2d(3 if level == 0 else width, width, 3, padding=1) for level in range(4)
+        )
+
+    def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+        found = []
+        for layer in self.layers:
+            x = layer(x).relu()
+            found.append(x)
+        return {"features": found}
+
+
+class Skips(nn.Module):
+    """What modules returned long ago is used again by the model's own forward: out of a list, through an
+    activation, twice, past an identity, and where it was an argument too."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+        self.same = nn.Identity()
+        self.pyramid = Pyramid(width)
+        self.back = nn.ModuleList(nn.Conv2d(2 * width, width, 3, padding=1) for _ in range(4))
+        self.ending = nn.Conv2d(width, width, 1)
+        self.head = nn.Conv2d(2 * width, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = F.relu(self.first(x))
+        kept = self.same(self.second(early))
+        features = self.pyramid(x)["features"]
+        y = kept
+        for layer, feature in zip(self.back, reversed(features), strict=True):
+            y = F.relu(layer(torch.cat([y, feature], 1)) + early * kept)
+        return self.head(torch.cat([self.ending(y) * kept, early], 1))
+
+
 def make(case: str) -> nn.Module:
     makers = {
         "llama": lambda: tokens_model("llama"),
@@ -170,6 +212,10 @@ def make(case: str) -> nn.Module:
         "unet": lambda: build_model(
             "unet2d", in_channels=3, out_channels=CLASSES, width=4, depth=2, norm="group"
         ),
+        "unet-deep": lambda: build_model(
+            "unet2d", in_channels=3, out_channels=CLASSES, width=2, depth=3, norm="group"
+        ),
+        "skips": Skips,
         "resnet18": lambda: build_model("resnet18", num_classes=CLASSES, small_images=True),
         "in-place": InPlace,
         "conditioned": Conditioned,
@@ -309,7 +355,7 @@ def test_every_schedule(ranks: Any, num_ranks: int, schedule: str, virtual: int)
 
 
 CASES = ["llama", "bert", "vit", "mlp", "alexnet", "cifar_cnn", "unet", "in-place", "conditioned"]
-CASES += ["hf-llama", "hf-gpt2", "hf-bert"]
+CASES += ["hf-llama", "hf-gpt2", "hf-bert", "unet-deep", "skips"]
 
 
 @pytest.mark.table(keep=6)
@@ -581,7 +627,7 @@ def test_enter_and_leave() -> None:
 
 
 class Skip(nn.Module):
-    """Every layer's input is kept for the end."""
+    """What the first layer gives is kept for the end, in a form that is not made again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -590,7 +636,7 @@ class Skip(nn.Module):
         self.last = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self.first(x)
+        kept = self.first(x).exp()
         return self.last(self.middle(kept).relu()) + kept
 
 
@@ -677,7 +723,8 @@ def test_a_buffer_is_that_of_the_stage_that_computes_it(num_stages: int) -> None
 
 def test_what_crosses_is_named() -> None:
     x = torch.randn(2, 4)
-    with pytest.raises(UsageError, match=r"3 pipeline stages .*first is used later.* is 1: use"):
+    own = r"3 pipeline stages .*made in the model's own forward is used later.* is 1: use"
+    with pytest.raises(UsageError, match=own):
         plan_stages(Skip(), 3, x)
     with pytest.raises(UsageError, match=r"shared is called 2 times.*works is 2"):
         plan_stages(Twice(), 3, x)
@@ -711,21 +758,54 @@ def test_what_every_block_is_given_does_not_forbid_cuts() -> None:
 
 
 class Adds(Conditioned):
-    """And adds one of them in its own forward, where no stage could give it."""
+    """And adds one of them in its own forward."""
+
+    def __init__(self, depth: int, changes: bool = False) -> None:
+        super().__init__(depth=depth)
+        self.changes = changes
 
     def forward(self, x: Tensor) -> Tensor:
         condition = self.when(x.mean((2, 3)))
         x = self.patches(x).flatten(2).mT
+        if self.changes:
+            condition[:, 0].add_(1.0)  # by a view of it
         for block in self.blocks:
             x = block(x, condition, bias=self.places @ self.places.mT)
         return self.head(x + condition[:, None])
 
 
-def test_what_the_model_itself_uses_later_is_refused() -> None:
+def test_what_a_module_returned_is_there_for_the_model_itself() -> None:
+    model, x = Adds(depth=9), torch.randn(2, 3, 8, 8)
+    plan = plan_stages(model, 3, x)
+    assert [len(cut.sent) for cut in plan.cuts] == [3, 3]
+    found, _ = run_in_sequence(model, 3, x)
+    torch.testing.assert_close(found, model(x))
+
+
+def test_what_was_changed_since_a_module_returned_it_is_refused() -> None:
+    """A stage that stands in for the module would have it changed twice."""
     with pytest.raises(UsageError, match=r"no cut at blocks.0: a tensor made in when.2 is used"):
-        plan_stages(Adds(depth=4), 6, torch.randn(2, 3, 8, 8))
-    told = plan_stages(Adds(depth=9), 2, torch.randn(2, 3, 8, 8)).describe()
+        plan_stages(Adds(4, changes=True), 6, torch.randn(2, 3, 8, 8))
+    told = plan_stages(Adds(9, changes=True), 2, torch.randn(2, 3, 8, 8)).describe()
     assert "these are uneven, since 9 other places are no cuts (no cut at blocks.0: a tensor" in told
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5, 8])
+def test_stages_of_skips_are_even(num_stages: int) -> None:
+    model, x = make("skips"), batches("skips", [3])[0][0]
+    found, stages = run_in_sequence(model, num_stages, x)
+    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
+    assert "uneven" not in stages[0]._stage.plan.describe()
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 6])
+def test_stages_of_a_unet_are_even(num_stages: int) -> None:
+    """Every skip crosses the cuts between where it is made and where it is used."""
+    model = build_model("unet2d", in_channels=3, width=8, depth=4, norm="group")
+    plan = plan_stages(model, num_stages, torch.zeros(2, 3, 32, 32))
+    costs = [stage.cost for stage in plan.stages]
+    assert max(costs) < 1.3 * sum(costs) / num_stages
+    assert max(len(cut.sent) for cut in plan.cuts) >= 4
 
 
 def test_torch_does_not_tell_of_a_forward_that_fails_before_we_do() -> None:
@@ -888,6 +968,37 @@ def test_bubble(ranks: Any, schedule: str, num_microbatches: int, virtual: int) 
     assert best.ideal_bubble == ideal
     assert best.measured_bubble == pytest.approx(ideal, abs=0.15)
     assert f"(p-1)/(m{'v' if virtual > 1 else ''}+p-1) = {ideal:.3f}" in best.describe()
+
+
+def run_marked(forward_s: float) -> tuple[dict[str, float], float]:
+    """Two stages, the second twice as slow, whose step is split by marks alone."""
+    model = nn.Sequential(Sleeper(forward_s), Sleeper(2 * forward_s))
+    parts = [torch.ones(1, 2)] * 4
+    plan = plan_stages(model, 2, parts[0])
+    stages = build_stages(model, plan, plan.indices_of(dist.get_rank(), 2))
+    group = dist.new_group([0, 1])
+    pipeline = Pipeline(stages, plan, lambda out, y: out.sum(), "1f1b", 4, 1, group, CPU)
+    pipeline.forward_backward(parts, parts, [1] * 4, [1.0] * 4)
+    clock = HostClock()
+    pipeline.forward_backward(parts, parts, [1] * 4, [1.0] * 4, mark=clock.mark)
+    clock.mark("bubble_s")
+    times = clock.end_step().read()
+    return times, times.pop("step_s")
+
+
+def test_every_step_is_split_into_work_and_waiting(ranks: Any) -> None:
+    for forward_s in (0.01, 0.04, 0.16):  # longer where other work keeps the cores busy
+        results = ranks(2, run_marked, forward_s)
+        shares = [{k: v / step_s for k, v in times.items()} for times, step_s in results]
+        # (1 + 2) x 2 of one microbatch, and three more of the second stage's 2 + 4.
+        if abs(shares[0]["bubble_s"] - (1 - 12 / 27)) < 0.12 and shares[1]["bubble_s"] < 0.25:
+            break
+    for times, step_s in results:
+        assert set(times) == {"forward_s", "backward_s", "bubble_s"}
+        assert sum(times.values()) == pytest.approx(step_s, rel=1e-3)
+        assert times["backward_s"] == pytest.approx(2 * times["forward_s"], rel=0.3)
+    assert shares[0]["bubble_s"] == pytest.approx(1 - 12 / 27, abs=0.12)
+    assert shares[1]["bubble_s"] < 0.25
 
 
 def test_timeline_is_complete(ranks: Any) -> None:

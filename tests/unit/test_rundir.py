@@ -26,6 +26,8 @@ from ridgeline.rundir import (
     RankRecord,
     RunDir,
     StepRecord,
+    newest_ranks,
+    newest_stretch,
 )
 
 STEP = StepRecord(3, 0, 12.5, 0.25, 1e-3, 64, 0.5, 0.1, 0.0, 0.1, 0.2, 0.05, 0.05, 1.5, 0.3, 2**40)
@@ -164,6 +166,30 @@ def test_the_newest_record_of_a_rank_counts(run: RunDir) -> None:
     for rank, steps in [(1, 10), (0, 10), (1, 20)]:
         run.append(RankRecord(rank, "h", "cpu", steps, 0.1, 0.1))
     assert [(r.rank, r.num_steps) for r in run.ranks()] == [(0, 10), (1, 20)]
+
+
+def test_ranks_are_those_of_the_last_time(run: RunDir) -> None:
+    """A run that went on with fewer of them has no rank 2 any more."""
+    for rank in range(3):
+        run.append(RankRecord(rank, "h", "cpu", 10, 0.1, 0.1))
+    run.append(STEP)
+    for rank in range(2):
+        run.append(RankRecord(rank, "h", "cpu", 20, 0.1, 0.1))
+    assert [(r.rank, r.num_steps) for r in run.ranks()] == [(0, 20), (1, 20)]
+
+
+def test_a_stretch_begins_where_ranks_or_layout_changed(run: RunDir) -> None:
+    starts = [(1.0, "dp=4", 4), (3.0, "dp=2", 2), (5.0, "dp=2", 2)]
+    events = [
+        Event(at, "start", {"layout": layout, "num_ranks": ranks}) for at, layout, ranks in starts
+    ]
+    steps = [replace(STEP, step=n, time=n + 0.5) for n in range(1, 8)]
+    assert [s.step for s in newest_stretch(steps, events)] == [3, 4, 5, 6, 7]
+    assert newest_stretch(steps, events[1:]) == newest_stretch(steps, []) == steps
+    assert newest_stretch(steps[:2], events) == steps[:2]  # none since
+    ranks = [replace(RANK, rank=rank) for rank in range(4)]
+    assert newest_ranks(ranks, events) == []
+    assert newest_ranks(ranks, events[:1]) == newest_ranks(ranks, []) == ranks
 
 
 def test_losses_that_are_no_numbers_survive(run: RunDir) -> None:

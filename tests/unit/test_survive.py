@@ -193,6 +193,20 @@ def test_a_straggler_is_told_once(tmp_path: Path) -> None:
     assert (event.event, event.details["rank"], event.details["part"]) == ("straggler", 1, "data")
 
 
+def test_waiting_for_other_stages_is_no_work_of_ones_own(tmp_path: Path) -> None:
+    """Both take as long as the step; the stage with twice as much to do holds the other up."""
+    run = RunDir.create(tmp_path, "own")
+    stragglers = Stragglers(2, run, stage_of=lambda rank: rank)
+    paces = [RankPace(0, 10, 0.3, 0.0, 0.1, 0.0, 0.2), RankPace(1, 10, 0.3, 0.0, 0.2, 0.0, 0.1)]
+    lines = [line for n in range(2 * WINDOW) for line in stragglers.after(10 + n, paces)]
+    assert lines == [
+        "straggler: rank 1 needs 200 ms a step of its own, the others 100 ms; it is compute in stage 1 of "
+        "the pipeline, and costs 33%"
+    ]
+    (event,) = run.events()
+    assert (event.details["part"], event.details["stage"]) == ("compute", 1)
+
+
 def test_what_was_decided_about_a_rank_is_not_overwritten_by_it(tmp_path: Path) -> None:
     from ridgeline.launch.failures import read_failures, write_failure
 

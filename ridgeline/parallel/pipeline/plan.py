@@ -1,8 +1,9 @@
 """Where to cut a model into stages, and what each stage needs: pure, and the same on every rank.
 
 A cut is a module at whose call a stage begins. Candidates are proven on a recording (`record.py`): a
-module is one when nothing made of weights before its call is used after it, but for its arguments; those
-may be arguments of later calls too, as what conditions every block is. Among them, those are taken that
+module is one when nothing made of weights before its call is used after it, but for its arguments, which
+may be arguments of later calls too, as what conditions every block is, and for what modules returned, as
+the skips of a U-Net are. Among them, those are taken that
 make the most expensive stage cheapest. Called by `apply.py`; the stages are built from the plan by
 `stage.py`.
 """
@@ -36,12 +37,43 @@ UNEVEN = 1.3
 
 
 @dataclass(frozen=True)
+class Made:
+    """A call before the cut that returned what is used after it."""
+
+    path: str
+    order: int
+
+
+# What gives the same again, and costs next to nothing: of the model's own forward, between modules.
+_REPEATABLE = frozenset(
+    {"relu", "gelu", "silu", "elu", "leaky_relu", "tanh", "sigmoid", "softplus", "hardtanh", "mish"}
+    | {"add", "__add__", "__radd__", "sub", "__sub__", "mul", "__mul__", "__rmul__", "cat", "stack"}
+    | {"__getitem__", "view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim"}
+    | {
+        "unsqueeze",
+        "squeeze",
+        "contiguous",
+        "chunk",
+        "split",
+        "unbind",
+        "expand",
+        "to",
+        "float",
+        "type_as",
+    }
+)
+_MOST_PARTS = 4
+"""Tensors that are sent in place of one: more, and it is no cut."""
+
+
+@dataclass(frozen=True)
 class Sent:
-    """One tensor that crosses a cut: an argument of the module there."""
+    """One tensor that crosses a cut: an argument of the module there, or what a call before it returned."""
 
     where: Where
-    """Keys that lead to it in `(args, kwargs)` of the call."""
+    """Keys that lead to it in `(args, kwargs)` of the call, or in what `made` returned."""
     spec: TensorSpec
+    made: Made | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +103,8 @@ class StandIn:
     order: int
     output: Any
     """What it returns, with a `TensorSpec` for each tensor."""
+    given: tuple[tuple[Where, int], ...] = ()
+    """Where in it are tensors that crossed the cut, and which of those."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +188,16 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class _Carried:
+    """A value that calls before a cut returned, and something after it uses."""
+
+    key: int
+    call: int
+    """The outermost of those calls."""
+    where: Where
+
+
+@dataclass(frozen=True)
 class _Point:
     """A place where the model could be cut."""
 
@@ -162,6 +206,14 @@ class _Point:
     clock: int
     flops: int
     sent: tuple[tuple[Where, int], ...]
+    carried: tuple[_Carried, ...] = ()
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """Which of the tensors that cross is each of those that a stand-in has to return."""
+        keys = [key for _, key in self.sent]
+        more = [one.key for one in self.carried if one.key not in keys]
+        return {one.key: [*keys, *more].index(one.key) for one in self.carried}
 
 
 def plan_stages(
@@ -191,7 +243,13 @@ def plan_stages(
         )
     points, refused = _candidates(model, small)
     weigh = Weigher(model, small, [(point.clock, point.flops) for point in points], costs)
-    sizes = [sum(small.values[key].tensor.numel() for _, key in point.sent) for point in points]
+    sizes = [
+        sum(
+            small.values[key].tensor.numel()
+            for key in {key for _, key in point.sent} | set(point.numbers)
+        )
+        for point in points
+    ]
     chosen = balance(weigh, sizes, num_stages)
     if chosen is None:
         raise _too_few(model, num_stages, weigh.most_stages(), refused)
@@ -239,11 +297,11 @@ def _candidates(model: nn.Module, seen: Recording) -> tuple[list[_Point], list[s
         if num_calls[call.path] > 1:
             refused.append(f"{call.path} is called {num_calls[call.path]} times")
             continue
-        reason = _what_crosses(seen, call, {value for _, value in sent}, last_uses, num_calls)
-        if reason:
-            refused.append(f"no cut at {call.path}: {reason}")
+        found = _what_crosses(seen, call, {value for _, value in sent}, last_uses, num_calls)
+        if isinstance(found, str):
+            refused.append(f"no cut at {call.path}: {found}")
         else:
-            points.append(_Point(index, call.path, call.start, call.flops_start, sent))
+            points.append(_Point(index, call.path, call.start, call.flops_start, sent, found))
     return points, refused
 
 
@@ -253,8 +311,10 @@ def _what_crosses(
     sent: set[int],
     last_uses: list[tuple[int, int, int]],
     num_calls: Mapping[str, int],
-) -> str:
-    """What the part after a cut at `call` needs of the part before, besides its arguments."""
+) -> tuple[_Carried, ...] | str:
+    """What the part after a cut at `call` needs of the part before, besides its arguments; in words where
+    it cannot have it."""
+    carried: list[_Carried] = []
     for key in sent:
         value = seen.values[key]
         if not value.tensor.is_floating_point():
@@ -266,11 +326,45 @@ def _what_crosses(
         if key in sent and _is_only_given(seen, call, key, num_calls):
             continue
         hidden = not value.is_tainted and _inside_stand_in(seen, value.call, call.start)
-        if value.is_tainted or hidden:
+        found = _carry(seen, key, call.start) if value.is_tainted else None
+        if found is not None:
+            carried += [one for one in found if one not in carried]
+        elif value.is_tainted or hidden:
             source = seen.path_of(value.call) or "the model's own forward"
             user = seen.path_of(value.last_call) or "the model's own forward"
             return f"a tensor made in {source} is used later in {user}"
-    return ""
+    return tuple(carried)
+
+
+def _carry(seen: Recording, key: int, clock: int) -> tuple[_Carried, ...] | None:
+    """A value that a call which is over returned as it is now: a stage that begins at `clock`, and answers
+    for that call, can answer with it. One that was made of such values alone it makes again. None where
+    neither is so, as of what a call has kept aside."""
+    value, outer = seen.values[key], -1
+    at = value.call
+    while at >= 0:
+        call = seen.calls[at]
+        outer = at if call.is_stand_in_possible and call.end <= clock else outer
+        at = call.parent
+    since = value.defined if outer < 0 else seen.calls[outer].end
+    if not value.tensor.is_floating_point() or any(since < when <= clock for when in value.changes):
+        return None
+    if outer >= 0:
+        places = tensors_in(seen.calls[outer].output)
+        where = next((where for where, tensor in places if id(tensor) == key), None)
+        return None if where is None else (_Carried(key, outer, where),)
+    if value.made_by not in _REPEATABLE:
+        return None
+    found: list[_Carried] = []
+    for one in value.made_of:
+        part = seen.values.get(one)
+        if part is None or (not part.is_tainted and _inside_stand_in(seen, part.call, clock)):
+            return None  # a weight, or what is not there either
+        more = _carry(seen, one, clock) if part.is_tainted else ()
+        if more is None or len(found) > _MOST_PARTS:
+            return None
+        found += more
+    return tuple(found)
 
 
 def _is_only_given(seen: Recording, call: Call, key: int, num_calls: Mapping[str, int]) -> bool:
@@ -332,6 +426,14 @@ def _cut(point: _Point, small: Recording, large: Recording) -> Cut:
     for where, key in point.sent:
         other = large.values[large.calls[point.call].inputs[where]].tensor
         sent.append(Sent(where, spec_of(small.values[key].tensor, other, BATCHES)))
+    arguments = {key for _, key in point.sent}
+    for one in point.carried:
+        if one.key in arguments:
+            continue  # sent as such already
+        call = small.calls[one.call]
+        other = dict(tensors_in(large.calls[one.call].output))[one.where]
+        spec = spec_of(small.values[one.key].tensor, other, BATCHES)
+        sent.append(Sent(one.where, spec, Made(call.path, call.order)))
     return Cut(point.path, tuple(sent))
 
 
@@ -368,7 +470,7 @@ def _stage_specs(
             for name, _ in model.named_buffers()
             if name not in small.uses or runs_here(small.uses[name])
         )
-        stand_ins = _stand_ins(small, large, begin) if index else ()
+        stand_ins = _stand_ins(small, large, cuts[index - 1]) if index else ()
         first = cuts[index - 1].path if index else ""
         order = _order(small, cuts, begin if index else -1, end)
         stale = tuple(
@@ -405,9 +507,10 @@ def _owners(model: nn.Module, seen: Recording, bounds: list[int]) -> dict[str, s
     return owners
 
 
-def _stand_ins(small: Recording, large: Recording, clock: int) -> tuple[StandIn, ...]:
+def _stand_ins(small: Recording, large: Recording, cut: _Point) -> tuple[StandIn, ...]:
     """The outermost calls that were over when a stage began and that only weights matter to."""
     found = []
+    clock, numbers = cut.clock, cut.numbers
     for call, other in zip(small.calls, large.calls, strict=True):
         if not call.is_stand_in_possible or call.end > clock:
             continue
@@ -418,5 +521,10 @@ def _stand_ins(small: Recording, large: Recording, clock: int) -> tuple[StandIn,
         def spec(where: Where, leaf: Any, larger: dict[Where, Tensor] = larger) -> Any:
             return spec_of(leaf, larger[where], BATCHES) if isinstance(leaf, Tensor) else leaf
 
-        found.append(StandIn(call.path, call.order, map_leaves(call.output, spec)))
+        given = tuple(
+            (where, numbers[id(tensor)])
+            for where, tensor in tensors_in(call.output)
+            if id(tensor) in numbers
+        )
+        found.append(StandIn(call.path, call.order, map_leaves(call.output, spec), given))
     return tuple(found)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -79,6 +79,11 @@ class Value:
     last_call: int = -1
     uses: list[int] = field(default_factory=list)
     """When it was used, if it depends on a weight."""
+    changes: list[int] = field(default_factory=list)
+    """When its memory was written to, by whatever name."""
+    made_by: str = ""
+    """The function of torch that it is the result of, and what that was given."""
+    made_of: tuple[int, ...] = ()
 
 
 @dataclass
@@ -135,6 +140,8 @@ class _Watch(TorchFunctionMode):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.names[id(tensor)] = name
         self.weights = {id(p) for p in model.parameters()}
+        self.memory: defaultdict[int, list[int]] = defaultdict(list)
+        """By the tensor that others are views of: when it was written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -154,6 +161,14 @@ class _Watch(TorchFunctionMode):
         changed = [t for t, before in zip(taken, versions, strict=True) if _version(t) != before]
         for tensor in made + changed:
             self.define(tensor, any(tainted))
+        for tensor in changed:
+            self.memory[_root(tensor)].append(self.clock)
+        for tensor in made + changed:
+            self.recording.values[id(tensor)].changes = self.memory[_root(tensor)]
+        for tensor in made:
+            value = self.recording.values[id(tensor)]
+            if value.defined == self.clock:
+                value.made_by, value.made_of = name, tuple(map(id, taken))
         for tensor in changed if any(tainted) else ():
             if id(tensor) in self.names:
                 self.recording.changes[self.names[id(tensor)]] = self.clock
@@ -334,6 +349,10 @@ def _hooks(watch: _Watch, path: str, module: nn.Module) -> list[Any]:
 
     first: Callable[..., Any] = module.register_forward_pre_hook
     return [first(before, with_kwargs=True, prepend=True), module.register_forward_hook(after)]
+
+
+def _root(tensor: Tensor) -> int:
+    return id(tensor if tensor._base is None else tensor._base)
 
 
 def _version(tensor: Tensor) -> int:

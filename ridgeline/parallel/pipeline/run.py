@@ -33,7 +33,7 @@ from ridgeline.parallel.pipeline.structure import (
     tensors_in,
 )
 from ridgeline.parallel.pipeline.timed import Feed, Loss, TimedStage
-from ridgeline.parallel.pipeline.timeline import Event, Recorder, Timeline
+from ridgeline.parallel.pipeline.timeline import Event, Mark, Recorder, Timeline, no_mark
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI = {"interleaved": ScheduleInterleaved1F1B, "zerobubble": ScheduleInterleavedZeroBubble}
@@ -122,19 +122,21 @@ class Pipeline:
         counts: Sequence[int],
         weights: Sequence[float],
         prepare: Callable[[int], None] | None = None,
+        mark: Mark = no_mark,
     ) -> Tensor:
         """One step: adds the gradient of sum of weights[i] * loss_i to the stages' parameters.
 
         One entry a microbatch; they may differ in size. The loss is taken of the first `counts[i]`
         samples, and one of count 0 counts for nothing (without any sample, it borrows one).
-        `prepare(i)` is called before each of microbatch i's forward passes. The sum is returned on
-        every rank, in float64.
+        `prepare(i)` is called before each of microbatch i's forward passes, `mark` when a piece of work
+        begins and when it ends. The sum is returned on every rank, in float64.
         """
         if len(inputs) != self.num_microbatches:
             raise UsageError(
                 f"{len(inputs)} microbatches where the layout says microbatches="
                 f"{self.num_microbatches}; fill up with ones of count 0"
             )
+        self.recorder.mark = mark
         feed = self._feed
         full = max(inputs, key=batch_size)
         self._check_shapes(full)

@@ -1,11 +1,11 @@
 """One stage of a pipeline: the user's own module and forward pass, with the other stages taken out.
 
 A stage runs the model's forward on the model's inputs. Calls that earlier stages did are answered with
-zeros, what is made of the inputs alone (masks, positions, rotary tables) is computed again, the module
-at the stage's beginning, and those after it that are given the same, get the received tensors for their
-arguments, and the pass stops where the next stage begins. So a model needs no rewriting, and only
-activations travel. `build_stages` is called by `apply.py`; what it returns may be checkpointed, sharded,
-replicated before `run.py` drives it.
+zeros, or with what they returned where this stage or a later one needs it, what is made of the inputs alone
+(masks, positions, rotary tables) is computed again, the module at the stage's beginning, and those after it
+that are given the same, get the received tensors for their arguments, and the pass stops where the next
+stage begins. So a model needs no rewriting, and only activations travel. `build_stages` is called by
+`apply.py`; what it returns may be checkpointed, sharded, replicated before `run.py` drives it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ridgeline.errors import RunError, UsageError
 from ridgeline.models.inputs import call_arguments
-from ridgeline.parallel.pipeline.plan import Cut, StagePlan
+from ridgeline.parallel.pipeline.plan import Cut, Made, StagePlan, StandIn
 from ridgeline.parallel.pipeline.structure import (
     TensorSpec,
     Where,
@@ -98,6 +98,9 @@ class _Runner:
         self.batch = 0
         self.device = torch.device("cpu")
         self.num_calls: dict[str, int] = {}
+        self.made: dict[Made, Any] = {}
+        """What calls returned, of those that the next stages ask for."""
+        self.num_made: dict[str, int] = {}
         ends = (self.stop.path,) if self.stop is not None else ()
         self.planned = (*self.spec.order, *ends)
         self.num_called = 0
@@ -111,7 +114,7 @@ class _Runner:
         self.batch = batch_size(inputs)
         self.device = next(tensor.device for _, tensor in tensors_in(inputs))
         self.received = tuple(self._receive(tensor) for tensor in received)
-        self.num_calls, self.num_called = {}, 0
+        self.num_calls, self.num_made, self.num_called = {}, {}, 0
         self.is_active = True
         try:
             with self._fillers(model):
@@ -123,6 +126,7 @@ class _Runner:
         finally:
             self.is_active = False
             self.received, received = (), self.received
+            self.made = {}
         if self.num_called < len(self.planned):
             self._stray("it ended")
         return output if self.stop is None else self._send_nothing(received)
@@ -160,7 +164,8 @@ class _Runner:
         found = dict(tensors_in(stop.call))
         sent = []
         for item in self.stop.sent:
-            tensor = found[item.where]
+            of = found if item.made is None else dict(tensors_in(self.made[item.made]))
+            tensor = of[item.where]
             tensor = self.leave(self.index, tensor) if self.leave else tensor
             tensor = tensor.to(item.spec.dtype)
             if tuple(tensor.shape) != item.spec.shape(self.batch):
@@ -185,6 +190,9 @@ class _Runner:
             model.get_submodule(self.stop.path).register_forward_pre_hook(
                 self._raise, with_kwargs=True, prepend=True
             )
+        asked = [one.made for one in self.stop.sent if one.made is not None] if self.stop else []
+        for path in dict.fromkeys(made.path for made in asked):
+            model.get_submodule(path).register_forward_hook(self._keeping(path, set(asked)))
         takes: dict[str, dict[Where, int]] = {}
         for take in self.spec.takes:
             takes.setdefault(take.path, {})[take.where] = take.sent
@@ -205,18 +213,33 @@ class _Runner:
 
         return note
 
+    def _keeping(self, path: str, asked: set[Made]) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            if not self.is_active:
+                return
+            made = Made(path, self.num_made.get(path, 0))
+            self.num_made[path] = made.order + 1
+            if made in asked:
+                self.made[made] = output
+
+        return keep
+
     def _replace(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         assert self.begin is not None
         found = dict(tensors_in((args, kwargs)))
-        places = [item.where for item in self.begin.sent]
+        places = [item.where for item in self.begin.sent if item.made is None]
         if self.is_active:
             received = self.received
-            # A checkpointed block runs again in the backward pass, called with the same stand-ins.
-            if places:
-                setattr(found[places[0]], _RECEIVED, received)
+            # A checkpointed block runs again in the backward pass, called with the same stand-ins; what is
+            # there already needs no note, and would hold itself by it.
+            for place, tensor in zip(places, received, strict=False):
+                if found[place] is not tensor:
+                    setattr(found[place], _RECEIVED, received)
+                    break
         else:
-            received = getattr(found[places[0]], _RECEIVED)
-        return replace_tensors((args, kwargs), dict(zip(places, received, strict=True)))
+            notes = (getattr(found[place], _RECEIVED, None) for place in places)
+            received = next((note for note in notes if note is not None), ())
+        return replace_tensors((args, kwargs), dict(zip(places, received, strict=False)))
 
     def _giving(self, places: dict[Where, int]) -> Callable[[nn.Module, Any, Any], Any]:
         def give(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -225,7 +248,8 @@ class _Runner:
             for where, number in places.items():
                 if self.is_active:
                     new[where] = self.received[number]
-                    setattr(found[where], _TAKEN, new[where])  # for when a block runs again
+                    if found[where] is not new[where]:
+                        setattr(found[where], _TAKEN, new[where])  # for when a block runs again
                 elif hasattr(found[where], _TAKEN):
                     new[where] = getattr(found[where], _TAKEN)
             return replace_tensors((args, kwargs), new)
@@ -254,20 +278,23 @@ class _Runner:
             for module, name in filled:
                 del module.__dict__[name]
 
-    def stand_in(self, path: str, outputs: dict[int, Any], forward: Any) -> Callable[..., Any]:
-        """The forward of a module whose calls number `outputs` are answered with zeros."""
+    def stand_in(self, path: str, answers: dict[int, StandIn], forward: Any) -> Callable[..., Any]:
+        """The forward of a module of which some calls are answered, with zeros and what was received."""
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             order = self.num_calls.get(path, 0)
             self.num_calls[path] = order + 1
-            if not self.is_active or order not in outputs:
+            if not self.is_active or order not in answers:
                 return forward(*args, **kwargs)
+            given = dict(answers[order].given)
 
-            def zeros(_: Any, leaf: Any) -> Any:
+            def fill(where: Where, leaf: Any) -> Any:
+                if where in given:
+                    return self.received[given[where]]
                 is_tensor = isinstance(leaf, TensorSpec)
                 return leaf.zeros(self.batch, self.device) if is_tensor else leaf
 
-            return map_leaves(outputs[order], zeros)
+            return map_leaves(answers[order].output, fill)
 
         return answer
 
@@ -313,12 +340,12 @@ def _build(
             "over; give the class the forward and build the model anew"
         )
     runner = _Runner(plan, index, kind.forward, enter, leave)
-    answers: dict[str, dict[int, Any]] = {}
+    answers: dict[str, dict[int, StandIn]] = {}
     for stand_in in spec.stand_ins:
-        answers.setdefault(stand_in.path, {})[stand_in.order] = stand_in.output
-    for path, outputs in answers.items():
+        answers.setdefault(stand_in.path, {})[stand_in.order] = stand_in
+    for path, orders in answers.items():
         module = stage.get_submodule(path)
-        module.forward = runner.stand_in(path, outputs, module.forward)
+        module.forward = runner.stand_in(path, orders, module.forward)
     for module in stage.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,15 @@ from typing import Any
 
 import torch
 
+from ridgeline.layout import ideal_bubble
+
 KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 """`B` is the whole backward pass, or its input gradients where `W` is done apart (zero bubble)."""
+
+Mark = Callable[[str], None]
+"""Told which part of the step is over now: the clock that splits every step."""
+
+_PARTS = {"F": "forward_s", "B": "backward_s", "W": "backward_s"}
 
 _COLOURS = {"F": "#4c78a8", "B": "#f2a154", "W": "#72b08a"}
 
@@ -62,7 +69,7 @@ class Timeline:
 
     @property
     def ideal_bubble(self) -> float:
-        """The same for stages of equal time: (p-1) / (m v + p-1), v stages a rank."""
+        """The same for stages of equal time."""
         return ideal_bubble(self.num_ranks, self.num_microbatches, self.virtual)
 
     def describe(self) -> str:
@@ -77,15 +84,17 @@ class Timeline:
         )
 
 
-def ideal_bubble(num_ranks: int, num_microbatches: int, virtual: int = 1) -> float:
-    return (num_ranks - 1) / (num_microbatches * virtual + num_ranks - 1)
+def no_mark(part: str) -> None:
+    """Where nobody asks where a step's time goes."""
 
 
 @dataclass
 class Recorder:
-    """Takes the time of every piece of work while it is on, and costs nothing while it is off."""
+    """Tells the step's clock where each piece of work begins and ends; takes the time of each while it is
+    on, for which it waits for the device."""
 
     device: torch.device
+    mark: Mark = no_mark
     is_on: bool = False
     spans: list[tuple[int, str, int, float, float]] = field(default_factory=list)
 
@@ -95,12 +104,14 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
+        self.mark("bubble_s")
         if not self.is_on:
             yield
-            return
-        start = self._now()
-        yield
-        self.spans.append((stage, kind, microbatch, start, self._now()))
+        else:
+            start = self._now()
+            yield
+            self.spans.append((stage, kind, microbatch, start, self._now()))
+        self.mark(_PARTS[kind])
 
     def _now(self) -> float:
         if self.device.type == "cuda":

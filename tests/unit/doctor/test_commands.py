@@ -18,6 +18,7 @@ from ridgeline.doctor import model_look
 from ridgeline.doctor.finished import measure_run
 from ridgeline.doctor.interface import surely_lacks_interface
 from ridgeline.doctor.measure import Facts, Options, measure, measure_training
+from ridgeline.doctor.measured import measured_from_dict
 from ridgeline.doctor.recommend import list_remedies
 from ridgeline.doctor.script import measure_script
 from ridgeline.doctor.verdict import judge
@@ -25,7 +26,7 @@ from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import read_rank_env
 from ridgeline.machine.record import add_compute
 from ridgeline.machine.roofline import ComputeFacts
-from ridgeline.rundir import CONFIG, FACTS, LAYOUT, RankRecord, RunDir, StepRecord
+from ridgeline.rundir import CONFIG, EVENTS, FACTS, LAYOUT, RankRecord, RunDir, StepRecord
 from ridgeline.train.setup import build_training
 
 SMALL = ["train.batch=16", "threads=1", "device=cpu"]
@@ -100,6 +101,50 @@ def test_a_finished_run_with_a_slow_rank(tmp_path: Path) -> None:
     measured = measure_run(run)
     assert judge(measured).within == "rank 1"
     assert any("rank 1 cost 80%" in note for note in measured.notes)
+
+
+def test_a_finished_pipeline_waits_for_its_stages(tmp_path: Path) -> None:
+    """The bubble is no arithmetic; what it would be with even stages, or more microbatches, is said."""
+    run = _run(tmp_path / "run", forward_s=0.018, backward_s=0.03, bubble_s=0.05)
+    run.write_text(LAYOUT, "pp=4,microbatches=4\n")
+    for rank, bubble in enumerate((0.048, 0.04, 0.042, 0.05)):
+        run.append(RankRecord(rank, "h", "cpu", 20, 0.1, 0.1, {"bubble_s": bubble}))
+    measured = measure_run(run)
+    verdict = judge(measured)
+    assert (verdict.limit, verdict.share) == ("communication", pytest.approx(0.5))
+    said = "50% of the step is waiting for other stages of the pipeline (microbatches=28 would leave 10%)"
+    assert said in verdict.sentence
+    assert verdict.evidence[0].startswith("50 ms of a step of 100 ms go by between microbatches")
+    assert verdict.evidence[1] == (
+        "4 even ranks with microbatches=4 are idle for 43% of a step, with microbatches=28 for 10%"
+    )
+    assert verdict.evidence[2].startswith(
+        "their own work is 50 ms (rank 3) to 60 ms (rank 1) a step"
+    )
+    done = CliRunner().invoke(app, ["doctor", str(run.path)])
+    assert said in done.stdout
+    (written,) = json.loads((run.path / "doctor.json").read_text())["measured"]
+    assert measured_from_dict(written) == measured
+
+
+def test_a_finished_run_is_judged_by_the_ranks_that_it_has_now(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", steps=0)
+    for begin, num_ranks, step_s in ((0.0, 4, 0.1), (100.0, 2, 0.3)):
+        details = {"layout": f"dp={num_ranks}", "num_ranks": num_ranks}
+        event = {"event": "start", "time": begin, "details": details}
+        run.append_line(EVENTS, event)
+        for step in range(20):
+            run.append(
+                StepRecord(
+                    int(begin) + step + 1, 0, begin + step, 1.0, 0.1, 64, step_s, forward_s=step_s
+                )
+            )
+        for rank in range(num_ranks):
+            run.append(RankRecord(rank, "h", "cpu", 20, step_s, step_s))
+    run.write_text(LAYOUT, "dp=2\n")
+    measured = measure_run(run)
+    assert (measured.step_s, measured.num_ranks, len(measured.ranks)) == (0.3, 2, 2)
+    assert measured.num_steps == 15
 
 
 def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:

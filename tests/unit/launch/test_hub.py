@@ -9,11 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ridgeline.launch.hub import Hub, read_members
+from ridgeline.errors import UsageError
+from ridgeline.launch.failures import RankError, raise_first
+from ridgeline.launch.hub import Hub, RankExit, read_members
+from ridgeline.launch.start import _as_failure
 
 
 class Caller:
@@ -253,3 +258,14 @@ def test_a_rank_that_ends_before_all_have_come_is_not_waited_for(make_hub) -> No
     caller.socket.close()
     caller._lines.close()
     assert wait_for_problem(hub) == "rank 1 on node4 ended before all ranks had come"
+
+
+def test_a_command_of_ours_that_was_asked_wrongly_is_told_as_that(tmp_path: Path) -> None:
+    """By its sentence and its exit code; another's exit code 2 is a rank that failed."""
+    hub = SimpleNamespace(members={}, exits={})
+    ours = RankExit(1, 2, 5.0, "some line\nridgeline: no recipe 'x'; did you mean 'y'?\n")
+    with pytest.raises(UsageError, match=r"^no recipe 'x'; did you mean 'y'\?$"):
+        raise_first([_as_failure(ours, hub)], tmp_path)
+    for told in (RankExit(1, 2, 5.0, "usage: prog\n"), RankExit(1, 1, 5.0, "ridgeline: too few\n")):
+        with pytest.raises(RankError, match=f"rank 1: .*ended with exit code {told.code}"):
+            raise_first([_as_failure(told, hub)], tmp_path)

@@ -136,6 +136,41 @@ def test_split_adds_up_to_a_hundred(tmp_path: Path) -> None:
     assert 'aria-label="parts of a step' in part
 
 
+def test_a_pipeline_has_its_part_and_its_picture(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.write_text(rundir.LAYOUT, "pp=2,microbatches=3\n")
+    for step in range(1, 20):
+        run.append(make_step(step, 1.0, backward_s=0.01, bubble_s=0.03))
+    text = page_of(run)
+    assert "waiting for other stages</td><td class=n>30 ms" in text
+    assert "waits for other stages, and for what they send, for 30% of a step (median)" in text
+    assert "idle for 25% of it with microbatches=3" in text
+    assert "<svg xmlns" not in text
+    (run.file(rundir.TRACES)).mkdir()
+    picture = '<svg xmlns="x" viewBox="0 0 9 9"><title>F0</title></svg>'
+    (run.file(rundir.TRACES) / "pipeline.svg").write_text(picture)
+    assert picture in page_of(run)
+    assert "waiting for other stages" not in page_of(full_run(tmp_path / "other"))
+
+
+def test_a_run_on_other_ranks_before_is_not_mixed_in(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for begin, num_ranks, step_s in ((1000.0, 4, 0.1), (1002.05, 2, 0.2)):
+        details = {"layout": f"dp={num_ranks}", "num_ranks": num_ranks}
+        event = {"event": "start", "time": begin, "details": details}
+        run.append_line(rundir.EVENTS, event)
+        first = round(10 * (begin - 1000.0))
+        for step in range(first + 1, first + 21):
+            run.append(make_step(step, 1.0, step_s=step_s))
+        for rank in range(num_ranks):
+            run.append(RankRecord(rank, "node", "cpu", 20, step_s, step_s))
+    summary = read_run(run)
+    assert (summary.step_s, len(summary.ranks), summary.num_before) == (0.2, 2, 20)
+    text = page_of(run)
+    assert "The first 20 steps ran on other ranks or in another layout" in text
+    assert "The ranks are even" in text
+
+
 @pytest.mark.parametrize("values", [[1, 1, 1], [0.0, 3, 7, 11], [1e-9, 1, 2], [5]])
 def test_percentages_are_exact(values: list[float]) -> None:
     assert sum(round(10 * share) for share in percentages(values)) == 1000
