@@ -124,11 +124,10 @@ SIXTEEN_BITS: dict[str, tuple[str, ...]] = {
 REDUCED: dict[str, tuple[str, ...]] = {
     "llama": (
         "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=4,zero=3,shard=2", "tp=2", "tp=2,sp=true",
-        "cp=2", "pp=2,microbatches=2", "pp=2,microbatches=2,schedule=gpipe",
-        "pp=2,microbatches=2,schedule=interleaved,virtual=2",
-        "pp=2,microbatches=2,schedule=zerobubble", "recompute=selective", "recompute=full",
+        "cp=2", "pp=2,microbatches=2", "pp=2,microbatches=2,schedule=interleaved,virtual=2",
+        "pp=2,microbatches=2,schedule=zerobubble", "recompute=full",
         "offload=optimizer", "dp=2,zero=3,offload=params", "offload=activations",
-        "dp=2,accumulate=2", "dp=2,compress=bf16", "dp=2,compress=powersgd:2", "dp=2,sync=local:2",
+        "dp=2,accumulate=2", "dp=2,compress=powersgd:2", "dp=2,sync=local:2",
         "dp=2,tp=2,pp=2,microbatches=2", "dp=2,zero=3,tp=2", "dp=2,zero=2,precision=fp16",
         "dp=2,zero=2,precision=fp8",
     ),
@@ -144,7 +143,7 @@ REDUCED: dict[str, tuple[str, ...]] = {
     "mixture": ("dp=2,ep=2", "dp=4,zero=1,ep=2", "dp=2,zero=3,ep=2,precision=fp16"),
     "mixture-stacked": ("dp=2,zero=2,pp=2,microbatches=2,ep=2", "dp=2,ep=2,precision=bf16"),
     "hf-mixtral": ("dp=2,zero=1,ep=2",),
-    "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2"),
+    "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2", "pp=2,microbatches=2"),
     "unet-batchnorm": ("dp=2,spatial=2",),
     "cnn": (
         "dp=2,zero=3", "spatial=2", "tp=2", "dp=2,zero=3,precision=bf16",
@@ -158,9 +157,14 @@ REDUCED: dict[str, tuple[str, ...]] = {
 FURTHER: dict[str, tuple[str, ...]] = {
     "llama": (
         "dp=2,zero=2,pp=2,microbatches=2", "dp=2,zero=3,cp=2,tp=2", "recompute=full,precision=fp8",
-        "pp=2,microbatches=2,precision=fp8",
+        "pp=2,microbatches=2,precision=fp8", "pp=2,microbatches=2,schedule=gpipe", "dp=2,compress=bf16",
+        "recompute=selective",
     ),
     "llama-packed": ("dp=2", "tp=2", "dp=2,sync=local:2"),
+    "unet": (
+        "dp=2,zero=2,pp=2,microbatches=2", "pp=4,microbatches=4", "pp=2,microbatches=2,recompute=full",
+        "pp=2,microbatches=4,schedule=interleaved,virtual=2",
+    ),
 }  # fmt: skip
 
 
