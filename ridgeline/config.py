@@ -329,12 +329,14 @@ _AT_LEAST: dict[str, float] = {
 
 def find_recipe(name: str) -> Path:
     """A shipped recipe by its name, or any YAML file by its path."""
-    path = Path(name)
+    path, shipped = Path(name), RECIPES / f"{name}.yaml"
+    recipe = path / "config.yaml"  # where a run directory has it
+    if recipe.is_file() and not shipped.is_file():
+        raise UsageError(f"{name} is the directory of a run, not a recipe; its recipe is {recipe}")
     if path.suffix in (".yaml", ".yml") or "/" in name:
         if not path.is_file():
             raise UsageError(f"no recipe file at {name}; shipped ones: {', '.join(recipe_names())}")
         return path
-    shipped = RECIPES / f"{name}.yaml"
     if not shipped.is_file():
         raise unknown_word("recipe", name, recipe_names(), "the command line (or give a path)")
     return shipped

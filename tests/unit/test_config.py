@@ -401,6 +401,11 @@ def test_recipes_are_found_by_name_and_by_path(tmp_path: Path) -> None:
     for gone in (tmp_path / "gone.yaml", tmp_path):
         with pytest.raises(UsageError, match=f"no recipe file at {gone}.*digits"):
             find_recipe(str(gone))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(MINIMAL)
+    with pytest.raises(UsageError, match=f"{run} is the directory of a run.* is {run}/config.yaml"):
+        find_recipe(str(run))
 
 
 def test_a_target_that_is_never_evaluated_is_refused() -> None:
