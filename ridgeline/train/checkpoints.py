@@ -6,6 +6,7 @@ scale, the metrics of the last evaluation, the policy of the configuration. Call
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -101,7 +102,7 @@ class Checkpoints:
         self.skipped = known + [pair for pair in self._always_skipped if pair not in known]
         self._last_saved = position.step
         self._last_time = time.monotonic()
-        return position, notes
+        return position, [*notes, *_tell_rate(training, position.step, state)]
 
     def add_skipped(self, bad: BadBatch) -> bool:
         """Never learn from this batch again; whether that is news, and the run has to go back."""
@@ -194,6 +195,8 @@ class Checkpoints:
             "guard": self.guard.state() if self.guard is not None else None,
             "num_samples": len(training.loader.source),
             "drop_last": training.config.data.drop_last,
+            "rate": training.peak_lr * training.schedule(position.step),
+            "num_steps": training.num_steps,
             "tied": {a: b for a, b in training.arranged.state_names.items() if a != b},
         }
         if self._config.keep_best:
@@ -236,6 +239,19 @@ def read_position(manifest: Manifest, training: Training) -> Position:
     if done // batch >= len(training.loader):  # what is left of the epoch is dropped
         return Position(manifest.step, state["epoch"] + 1, 0)
     return Position(manifest.step, state["epoch"], done // batch)
+
+
+def _tell_rate(training: Training, step: int, state: dict[str, Any]) -> list[str]:
+    """A run of another length, or of other settings, has another learning rate from here on."""
+    before, now = state.get("rate"), training.peak_lr * training.schedule(step)
+    if before is None or math.isclose(before, now, rel_tol=1e-6):
+        return []
+    text = f"the learning rate goes on at {now:.4g}, where the checkpoint's run would have had {before:.4g}"
+    if state["num_steps"] != training.num_steps:
+        text += (
+            f": it had {state['num_steps']} steps in all, and there are {training.num_steps} now"
+        )
+    return [text]
 
 
 def has_checkpoints(run: RunDir | None) -> bool:

@@ -44,7 +44,8 @@ def describe_step(record: StepRecord, facts: ModelFacts) -> str:
 
 def describe_eval(record: EvalRecord) -> str:
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
-    return f"evaluation after step {record.step}: {metrics}  ({record.num_samples} samples, {record.seconds:.1f} s)"
+    size = f"{record.num_samples} samples, {record.seconds:.1f} s"
+    return f"evaluation after step {record.step}: {metrics}  ({size})"
 
 
 class Lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -559,3 +560,22 @@ def test_masters_of_narrow_weights_go_on_bit_for_bit(tmp_path: Path) -> None:
     for name in manifests[0].tensors:
         chunks = [[c.crc32 for c in m.tensors[name].chunks] for m in manifests]
         assert chunks[0] == chunks[1] or "generator" in name, name
+
+
+def test_a_run_of_another_length_says_that_its_rate_is_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cosine = ("schedule.name=cosine", "schedule.warmup_steps=0")
+    run_in(tmp_path, *cosine, "train.stop_after=0.5")
+    run_in(tmp_path, *cosine)
+    assert "learning rate goes on" not in capsys.readouterr().out
+    other = tmp_path / "other"
+    run_in(other, *cosine, "train.stop_after=0.5")
+    run_in(other, *cosine, "train.steps=12")
+    (told,) = re.findall(r"the learning rate goes on at .*", capsys.readouterr().out)
+    whole = {record.step: record.lr for record in RunDir(tmp_path).steps()}
+    shorter = {record.step: record.lr for record in RunDir(other).steps()}
+    assert told == (
+        f"the learning rate goes on at {shorter[11]:.4g}, where the checkpoint's run would have had "
+        f"{whole[11]:.4g}: it had 20 steps in all, and there are 12 now"
+    )

@@ -452,7 +452,9 @@ def test_a_log_shows_loss_throughput_mfu_and_time_left(
     assert f"loss {run.steps()[-1].loss:.4f}" in last
     shown = [line for line in lines if "accuracy" in line]
     assert len(shown) == 2
-    assert re.fullmatch(r"evaluation after step 3: .*accuracy 0\.\d{4}.*\(24 samples, .* s\)", shown[0])
+    assert re.fullmatch(
+        r"evaluation after step 3: .*accuracy 0\.\d{4}.*\(24 samples, .* s\)", shown[0]
+    )
 
 
 FACTS = ModelFacts("m", 10, 10, 40, 1.0, 1.0, "counted", (128,), 128, "tokens")
