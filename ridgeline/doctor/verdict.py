@@ -308,10 +308,10 @@ def _bubble(m: Measured, pipe: Pipelined) -> Finding:
             within = f"microbatches={enough} would leave {least:.0%}"
         evidence.append(text)
     if len(m.ranks) > 1:
-        least, most = min(m.ranks, key=lambda r: r.own_s), max(m.ranks, key=lambda r: r.own_s)
+        quick, slow = min(m.ranks, key=lambda r: r.own_s), max(m.ranks, key=lambda r: r.own_s)
         evidence.append(
-            f"their own work is {duration(least.own_s)} (rank {least.rank}) to {duration(most.own_s)} "
-            f"(rank {most.rank}) a step, and all go at the pace of the one with the most"
+            f"their own work is {duration(quick.own_s)} (rank {quick.rank}) to {duration(slow.own_s)} "
+            f"(rank {slow.rank}) a step, and all go at the pace of the one with the most"
         )
     cause = "waiting for other stages of the pipeline"
     return Finding(COMMUNICATION, m.share(m.comm_exposed_s), cause, within, tuple(evidence))
