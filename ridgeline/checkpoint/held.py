@@ -90,11 +90,8 @@ State = dict[str, Held]
 
 def hold_state(arranged: Arranged, optimizer: Optimizer) -> State:
     """Weights, buffers, optimizer state and what is this rank's own, of a run."""
-    state: State = {}
     parameters = _hold_parameters(arranged)
-    for held in parameters.values():
-        state[MODEL + held.name] = held.of(held.values, held.name)
-    state |= _hold_buffers(arranged)
+    state = _hold_weights(arranged, parameters)
     for trainable in arranged.trainables():
         held = parameters[id(trainable.parameter)]
         for key, value in optimizer.state.get(trainable.parameter, {}).items():
@@ -109,6 +106,16 @@ def hold_state(arranged: Arranged, optimizer: Optimizer) -> State:
     if arranged.local_sync:
         state = _apart(state, arranged)
     return state | _hold_own(arranged)
+
+
+def hold_weights(arranged: Arranged) -> State:
+    """Weights and buffers alone."""
+    return _hold_weights(arranged, _hold_parameters(arranged))
+
+
+def _hold_weights(arranged: Arranged, parameters: dict[int, _Parameter]) -> State:
+    found = {MODEL + held.name: held.of(held.values, held.name) for held in parameters.values()}
+    return found | _hold_buffers(arranged)
 
 
 @dataclass(frozen=True)

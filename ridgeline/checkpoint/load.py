@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ridgeline.checkpoint.damage import find_damage
 from ridgeline.checkpoint.files import DTYPES, Reader
-from ridgeline.checkpoint.held import Held, State, hold_state, write_own
+from ridgeline.checkpoint.held import Held, State, hold_state, hold_weights, write_own
 from ridgeline.checkpoint.manifest import (
     MODEL,
     OPTIMIZER,
@@ -143,6 +143,16 @@ def load_training(
     return notes
 
 
+def load_weights(path: Path, manifest: Manifest, arranged: Arranged) -> None:
+    """Weights and buffers alone; the optimizer begins anew."""
+    state = hold_weights(arranged)
+    for name, held in state.items():
+        _require(name, held, manifest, path)
+    load_state(path, manifest, state)
+    for flat in arranged.flats:
+        flat.after_step()
+
+
 def _make_state(optimizer: Optimizer) -> None:
     """Let the optimizer make its state, by a step that changes nothing."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -174,19 +184,9 @@ def _match(
             source = name.split("/", 2)[
                 2
             ]  # of replicas that are not there, the first stands for all
-        if source not in manifest.tensors:
-            if source.startswith(OPTIMIZER):
-                continue  # of a parameter that had no gradient yet: forgotten below
-            raise UsageError(
-                f"the model has {source.removeprefix(MODEL)} and the checkpoint {path} has not; "
-                "use the recipe it was made with, or start over with --fresh"
-            )
-        shape = manifest.tensors[source].shape
-        if shape != held.shape:
-            raise UsageError(
-                f"{source.removeprefix(MODEL)} has shape {list(held.shape)} and in the checkpoint "
-                f"{path} {list(shape)}; use the recipe it was made with, or start over with --fresh"
-            )
+        if source not in manifest.tensors and source.startswith(OPTIMIZER):
+            continue  # of a parameter that had no gradient yet: forgotten below
+        _require(source, held, manifest, path)
         wanted[source] = held
     _require_all(manifest, path, arranged, optimizer)
     _forget(optimizer, arranged, manifest)
@@ -196,6 +196,22 @@ def _match(
         if any(name.startswith(REPLICA) for name in manifest.tensors):
             notes.append("its replicas had stepped on their own; the first one's weights are taken")
     return wanted, notes
+
+
+def _require(name: str, held: Held, manifest: Manifest, path: Path) -> None:
+    """The checkpoint has it, in its shape."""
+    mine = name.removeprefix(MODEL)
+    if name not in manifest.tensors:
+        raise UsageError(
+            f"the model has {mine} and the checkpoint {path} has not; "
+            "use the recipe it was made with, or start over with --fresh"
+        )
+    shape = manifest.tensors[name].shape
+    if shape != held.shape:
+        raise UsageError(
+            f"{mine} has shape {list(held.shape)} and in the checkpoint "
+            f"{path} {list(shape)}; use the recipe it was made with, or start over with --fresh"
+        )
 
 
 def _forget(optimizer: Optimizer, arranged: Arranged, manifest: Manifest) -> None:

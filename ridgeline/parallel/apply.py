@@ -542,7 +542,7 @@ def _require_own_loop(layout: Layout) -> None:
     ):
         if uses:
             raise UsageError(
-                f"{field}={getattr(layout, field)} needs the library's own step, and cannot be had in "
-                "a loop of your own; use `ridgeline train` or ridgeline.run_recipe, or here dp, zero=3, "
-                "spatial, recompute, compile"
+                f"{field}={getattr(layout, field)} drives backward or the update, and cannot be had in "
+                "a loop that calls optimizer.step() itself; use job.engine(model, optimizer) of "
+                "ridgeline.start(), `ridgeline train`, or here dp, zero=3, spatial, recompute, compile"
             )

@@ -23,8 +23,24 @@ fp8 it is the type of everything that is no linear layer of a block (`float8.py`
 
 
 class Scaler(torch.amp.GradScaler):
-    """Torch's, for optimizers of which some parameters are shards in torch's sense and others plain: its
-    kernel takes no two kinds."""
+    """Torch's, for optimizers of which some parameters are shards in torch's sense and others plain (its
+    kernel takes no two kinds); it tells whether the last update was left out, and its scale may be
+    `fixed`."""
+
+    def __init__(self, device: str, *, fixed: float = 0.0, **options: Any) -> None:
+        super().__init__(device, **({"init_scale": fixed} if fixed else options))
+        self._is_fixed = bool(fixed)
+        self._found: list[Tensor] = []
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        states = self._per_optimizer_states.values()
+        self._found = [one for state in states for one in state["found_inf_per_device"].values()]
+        super().update(self.get_scale() if self._is_fixed else new_scale)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a gradient of the last update was no number; the host waits for the answer."""
+        return any(bool(one) for one in self._found)
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -51,7 +67,7 @@ class Precision:
 
     name: str
     device_type: str
-    scaler: torch.amp.GradScaler | None
+    scaler: Scaler | None
     """Loss scaling, which fp16 needs and the others do not."""
 
     def autocast(self) -> AbstractContextManager[None]:

@@ -24,15 +24,16 @@ from torch.utils.data.dataloader import default_collate
 
 from ridgeline.config import DdpConfig
 from ridgeline.data.order import BatchPlan, num_batches, plan_epoch
-from ridgeline.errors import UsageError
+from ridgeline.errors import OURS, UsageError
 from ridgeline.launch.env import read_rank_env, tune_file
 from ridgeline.layout import Layout
 from ridgeline.parallel.apply import arrange_own
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, close_mesh
-from ridgeline.parallel.precision import Precision, build_precision
+from ridgeline.parallel.precision import Precision, Scaler, build_precision
 from ridgeline.parallel.random import seed_apart
-from ridgeline.parallel.share import Share
+from ridgeline.train.checks import count_parts
+from ridgeline.train.dealt import Dealt
 from ridgeline.train.settings import (
     LoaderSettings,
     Settings,
@@ -42,8 +43,10 @@ from ridgeline.train.settings import (
     with_settings,
 )
 from ridgeline.train.uncaught import install_sentences
+from ridgeline.tuning import TuneConfig
 
 if TYPE_CHECKING:
+    from ridgeline.train.engine import Engine
     from ridgeline.train.own import OwnCheckpoints
 
 
@@ -56,7 +59,7 @@ class Job:
         self._mesh, self._precision, self._seed = mesh, precision, seed
         self._settings = settings
         self._undo: Callable[[], None] = lambda: None
-        self._share = Share()
+        self._share = Dealt()
         self._has_autocast = False
         self._arranged: dict[int, Arranged] = {}
         """Of every model given to `parallelize`, by the id of what came back."""
@@ -68,6 +71,27 @@ class Job:
     @property
     def world_size(self) -> int:
         return self._mesh.env.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Among those of this node."""
+        return self._mesh.env.local_rank
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this rank stands along each axis of the layout, and the groups that it is in."""
+        return self._mesh
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the parts of a batch this rank is to be given; ranks that hold parts of one model share
+        theirs."""
+        return self._mesh.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts a batch is dealt."""
+        return self._mesh.data_size
 
     @property
     def device(self) -> torch.device:
@@ -93,15 +117,9 @@ class Job:
         `example_input` is for layouts that have to see the model run once. Options are those of
         `ridgeline.config.DdpConfig`: bucket_mb, sync_batch_norm, find_unused.
         """
-        try:
-            ddp = DdpConfig(**options)
-        except TypeError as error:
-            raise UsageError(f"parallelize: {error}") from None
-        model = model.to(self.device)
-        tune = None
-        if self._settings is not None:
-            prepare_model(model, self.layout, self._settings)
-            tune = self._settings.tune
+        ddp = _read_options("parallelize", options)
+        _require_own_step(self.layout)
+        model, tune = self._prepare(model)
         arranged = arrange_own(
             model, self.layout, example_input, self._mesh, self._share, ddp, tune
         )
@@ -109,6 +127,60 @@ class Job:
         # The weights are made: what the model draws from now on is of this rank's own samples.
         seed_apart(self._seed, self._mesh.data_rank)
         return arranged.objective
+
+    def engine(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip: float | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        example_input: Any = None,
+        elementwise: bool = False,
+        scaler: Scaler | None = None,
+        **options: Any,
+    ) -> Engine:
+        """The model in any layout, with the optimizer made over its parameters: `engine(x)`,
+        `engine.backward(loss)`, `engine.step()`.
+
+        `clip` is the largest norm of a step's gradient. `loss` takes outputs and targets: pipelines need
+        it. `example_input` is for layouts that have to see the model run once (tp, cp, ep, pp).
+        `elementwise` promises that an optimizer we do not know treats each number by itself. `scaler` is
+        for precision=fp16, where its scale is to be another than torch's. Options as of `parallelize`.
+        """
+        from ridgeline.train.engine import Engine
+
+        ddp = _read_options("engine", options)
+        model, tune = self._prepare(model)
+        engine = Engine(
+            self._mesh,
+            self._precision,
+            self._seed,
+            self._share,
+            model,
+            optimizer,
+            clip=clip,
+            loss=loss,
+            example=_on_device(example_input, self.device),
+            elementwise=elementwise,
+            ddp=ddp,
+            tune=tune,
+            scaler=scaler,
+        )
+        self._has_autocast = True
+        self._arranged[id(engine)] = engine.arranged
+        for note in engine.notes if self.is_main else ():
+            print(f"{OURS}{note}", file=sys.stderr)
+        seed_apart(self._seed, self._mesh.data_rank)
+        return engine
+
+    def _prepare(self, model: nn.Module) -> tuple[nn.Module, TuneConfig | None]:
+        """On its device, and as the settings of a climb have it."""
+        model = model.to(self.device)
+        if self._settings is None:
+            return model, None
+        prepare_model(model, self.layout, self._settings)
+        return model, self._settings.tune
 
     def loader(
         self,
@@ -136,7 +208,7 @@ class Job:
     def checkpoints(
         self,
         directory: str | Path,
-        model: nn.Module,
+        model: nn.Module | Engine,
         optimizer: Optimizer,
         loader: JobLoader,
         *,
@@ -146,19 +218,29 @@ class Job:
     ) -> OwnCheckpoints:
         """Save every so many steps, and go on from the newest whole checkpoint in `directory`.
 
-        `model` is what `parallelize` gave. Everything is restored when this returns; any layout and
-        number of ranks reads what any other has written. `also` are other things with a state: their
+        `model` is what `parallelize` or `engine` gave. Everything is restored when this returns; any layout
+        and number of ranks reads what any other has written. `also` are other things with a state: their
         `state_dict()` has to fit into JSON, as that of torch's learning-rate schedules does.
         """
         arranged = self._arranged.get(id(model))
         if arranged is None:
             raise UsageError(
-                "job.checkpoints(model=...): this is not what job.parallelize gave; give it that"
+                "job.checkpoints(model=...): this is not what job.parallelize or job.engine gave; give it "
+                "that"
             )
         from ridgeline.train.own import OwnCheckpoints
 
+        engine = None if isinstance(model, nn.Module) else model
         return OwnCheckpoints(
-            self._mesh, arranged, optimizer, loader, Path(directory), every, keep, also or {}
+            self._mesh,
+            arranged,
+            optimizer,
+            loader,
+            Path(directory),
+            every,
+            keep,
+            also or {},
+            engine,
         )
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -214,7 +296,7 @@ class JobLoader:
     def __init__(
         self,
         mesh: Mesh,
-        share: Share,
+        dealt: Dealt,
         dataset: Dataset[Any],
         batch_size: int,
         *,
@@ -229,14 +311,18 @@ class JobLoader:
             raise UsageError(
                 f"{type(dataset).__name__} has no length; Job.loader needs a map-style data set"
             )
-        if batch_size % mesh.data_size:
-            near = batch_size // mesh.data_size * mesh.data_size
+        self._parts = count_parts(mesh.layout)
+        pieces = mesh.data_size * self._parts
+        if batch_size % pieces:
+            near = batch_size // pieces * pieces
+            what = f"{mesh.data_size} ranks"
+            if self._parts > 1 or mesh.data_size < mesh.env.world_size:
+                what = f"{mesh.data_size} replicas with {self._parts} microbatches each"
             raise UsageError(
                 f"batch_size={batch_size} is that of the whole job and is not divisible by its "
-                f"{mesh.data_size} ranks; the nearest that are: {near or mesh.data_size} "
-                f"or {near + mesh.data_size}"
+                f"{what}; the nearest that are: {near or pieces} or {near + pieces}"
             )
-        self._mesh, self._share = mesh, share
+        self._mesh, self._dealt = mesh, dealt
         self._size = len(dataset)
         self._batch, self._seed, self._epoch = batch_size, seed, 0
         self._shuffle, self._drop_last = shuffle, drop_last
@@ -258,6 +344,11 @@ class JobLoader:
         )
 
     def __len__(self) -> int:
+        """Microbatches of an epoch: batches, where a step takes one at once."""
+        return self._num_batches * self._parts
+
+    @property
+    def _num_batches(self) -> int:
         return num_batches(self._size, self._batch, self._drop_last)
 
     def plan(self) -> list[BatchPlan]:
@@ -270,6 +361,7 @@ class JobLoader:
                 mesh.data_size,
                 self._seed,
                 self._epoch,
+                accumulate=self._parts,
                 shuffle=self._shuffle,
                 drop_last=self._drop_last,
                 start=self._start,
@@ -279,7 +371,7 @@ class JobLoader:
     @property
     def position(self) -> tuple[int, int]:
         """The epoch at hand and how many of its batches were handed out."""
-        if self._done == len(self):
+        if self._done == self._num_batches:
             return self._epoch + 1, 0
         return self._epoch, self._done
 
@@ -303,14 +395,19 @@ class JobLoader:
             self.go_to(self._epoch + 1, 0)
         self._plans = self.plan()
         # A loader may run inside the loop of another: what that one's batch counts for comes back.
-        before = (self._share.num_real, self._share.scale)
+        before = self._dealt.copy()
+        pieces = ((plan, part) for plan in self._plans for part in range(self._parts))
         try:
-            for plan, batch in zip(self._plans, self._loader, strict=True):
-                self._share.set(int(plan.weights[0]), plan.num_global, self._mesh.data_size)
-                self._done = plan.step + 1
+            for (plan, part), batch in zip(pieces, self._loader, strict=True):
+                dealt, weight = self._dealt, int(plan.weights[part])
+                # Of a step's microbatches each counts for its share of all their samples.
+                dealt.set(weight, plan.num_global, self._mesh.data_size * self._parts)
+                dealt.samples, dealt.key = plan.parts[part], (plan.epoch << 32) + plan.step
+                if part + 1 == self._parts:
+                    self._done = plan.step + 1
                 yield _to_device(batch, self._mesh.device, self._channels_last)
         finally:
-            self._share.num_real, self._share.scale = before
+            self._dealt.take(before)
 
 
 class _Plans:
@@ -321,10 +418,11 @@ class _Plans:
 
     def __iter__(self) -> Iterator[list[int]]:
         for plan in self._owner._plans:
-            yield plan.parts[0].tolist()
+            for part in plan.parts:
+                yield part.tolist()
 
     def __len__(self) -> int:
-        return len(self._owner._plans)
+        return sum(len(plan.parts) for plan in self._owner._plans)
 
 
 def _to_device(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
@@ -337,6 +435,34 @@ def _to_device(batch: Any, device: torch.device, channels_last: bool = False) ->
         return value
 
     return tree_map_only(Tensor, move, batch)
+
+
+def _read_options(name: str, options: dict[str, Any]) -> DdpConfig:
+    try:
+        return DdpConfig(**options)
+    except TypeError as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
+def _require_own_step(layout: Layout) -> None:
+    """What the engine does for a loop, and a loop that steps itself would have to do."""
+    if layout.accumulate > 1:
+        raise UsageError(
+            f"parallelize: accumulate={layout.accumulate} needs an engine (job.engine(model, optimizer)); "
+            "or "
+            "leave it out, and call optimizer.step() every so many batches"
+        )
+    if layout.precision == "fp16":
+        raise UsageError(
+            "parallelize: precision=fp16 needs loss scaling, which an engine does (job.engine(model, "
+            "optimizer)); or use precision=bf16"
+        )
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda x: x.to(device), value)
 
 
 def start(
@@ -356,16 +482,6 @@ def start(
     settings = read_settings(Path(file)) if file else None
     if settings is not None:
         arrangement = with_settings(arrangement, settings, file)
-    if arrangement.accumulate > 1:
-        raise UsageError(
-            f"start(layout=...): accumulate={arrangement.accumulate} is for `ridgeline train`; in a "
-            "loop of your own call optimizer.step() every so many batches"
-        )
-    if arrangement.precision == "fp16":
-        raise UsageError(
-            "start(layout=...): precision=fp16 needs loss scaling, which a loop of your own has to "
-            "do; use precision=bf16"
-        )
     chosen = choose_device(device, env)
     mesh = build_mesh(env, arrangement, chosen)
     sentences.come_first()

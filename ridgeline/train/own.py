@@ -25,6 +25,7 @@ from ridgeline.errors import OURS, UsageError
 from ridgeline.launch.env import recorded_environment
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh
+from ridgeline.train.engine import Engine
 from ridgeline.train.job import JobLoader
 
 
@@ -41,11 +42,15 @@ class OwnCheckpoints:
         every: int,
         keep: int,
         also: Mapping[str, Any],
+        engine: Engine | None = None,
     ) -> None:
         if every < 1:
             raise UsageError(f"job.checkpoints(every={every}): save every 1 step or more")
         self._mesh, self._arranged, self._optimizer = mesh, arranged, optimizer
         self._loader, self._every, self._also = loader, every, dict(also)
+        self._engine = engine
+        if engine is not None:
+            self._also["engine"] = engine
         self._waits = False
         """Whether one fell due while the one before was still being written."""
         self.num_steps = 0
@@ -90,7 +95,10 @@ class OwnCheckpoints:
         yield from range(first, count)
 
     def step(self) -> None:
-        """After `optimizer.step()`: counts it, and saves when it is time, while the loop goes on."""
+        """After `optimizer.step()` or `engine.step()`: counts updates, and saves when it is time, while the
+        loop goes on."""
+        if self._engine is not None and not self._engine.has_stepped:
+            return
         self.num_steps += 1
         if self._waits or self.num_steps % self._every == 0:
             self.save()

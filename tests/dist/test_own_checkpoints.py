@@ -89,5 +89,5 @@ def test_a_model_of_nobody_s_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     loader = job.loader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="not what job.parallelize gave"):
+    with pytest.raises(UsageError, match="not what job.parallelize or job.engine gave"):
         job.checkpoints(tmp_path, model, optimizer, loader, every=1)

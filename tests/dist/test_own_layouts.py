@@ -83,14 +83,14 @@ def refuse(layout: str) -> str:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(ranks: Any, name: str) -> None:
     told = ranks(2, refuse, REFUSED[name])[0]
-    assert "own" in told
+    assert "job.engine(model, optimizer)" in told
     assert "\n" not in told
 
 
 def test_the_page_says_so() -> None:
     """Every name that is tested above, on the right side."""
     taken, refused = re.search(
-        r"A loop of your own takes these layouts: (.*?) The others are refused (.*?)\n\n", PAGE, re.S
+        r"With `parallelize` a loop takes these layouts: (.*?) These are\s+refused (.*?)\n\n", PAGE, re.S
     ).groups()  # type: ignore[union-attr]
     assert all(f"`{name}`" in taken for name in TAKEN)
     assert all(f"`{name}`" in refused for name in REFUSED)

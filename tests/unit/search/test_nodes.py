@@ -150,7 +150,7 @@ def test_what_a_lost_node_trained_is_free_to_go_on_elsewhere(opened: Any, tmp_pa
 def test_a_node_that_is_asked_to_leave_saves_and_is_given_nothing_more(
     opened: Any, tmp_path: Path
 ) -> None:
-    words = ["train", "digits", "device=cpu", "train.epochs=500", "threads=1", "--run"]
+    words = ["train", "digits", "device=cpu", "train.epochs=50000", "threads=1", "--run"]
     nodes, agents = opened(2)
     both = [start(nodes, tmp_path, n, *words, str(tmp_path / f"run{n}")) for n in range(2)]
     until = time.monotonic() + 120

@@ -1,0 +1,469 @@
+"""Every layout for a loop of the user's own: `engine = job.engine(model, optimizer)`.
+
+A loop that calls `optimizer.step()` itself can have the layouts that look like one device from outside. The
+others drive backward or the update: they cut weights, share out the optimizer's work, scale losses, or send
+microbatches through stages. An `Engine` does these three for the loop, which keeps everything else.
+
+    for x, y in loader:
+        loss = F.cross_entropy(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+
+Made by `Job.engine`; `compat/deepspeed` says the same in other words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ridgeline.config import DdpConfig
+from ridgeline.errors import UsageError
+from ridgeline.models.inputs import call_arguments
+from ridgeline.optim.adopt import adopt, freeze_others, learn_groups
+from ridgeline.optim.update import build_update
+from ridgeline.parallel.apply import arrange
+from ridgeline.parallel.arranged import Arranged
+from ridgeline.parallel.ddp import Replicated
+from ridgeline.parallel.flat import broadcast_module
+from ridgeline.parallel.mesh import Mesh
+from ridgeline.parallel.precision import AUTOCAST, Precision, Scaler
+from ridgeline.parallel.random import Randomness
+from ridgeline.parallel.share import Share
+from ridgeline.train.checks import count_parts
+from ridgeline.train.dealt import Dealt
+from ridgeline.train.objective import Objective
+from ridgeline.tuning import TuneConfig
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Engine:
+    """A model, its optimizer and a layout: forward, backward and the update of a user's own loop."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        precision: Precision,
+        seed: int,
+        dealt: Dealt,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip: float | None,
+        loss: Loss | None,
+        example: Any,
+        elementwise: bool,
+        ddp: DdpConfig,
+        tune: TuneConfig | None,
+        scaler: Scaler | None = None,
+    ) -> None:
+        if loss is None and mesh.layout.pp > 1:
+            raise UsageError(
+                "a pipeline takes the loss itself, on its last stage: give engine(..., loss=function of "
+                "outputs and targets), and call engine.train_batch(batches)"
+            )
+        if clip is not None and clip <= 0:
+            raise UsageError(
+                f"engine(clip={clip}) would leave no gradient; use a norm above 0, or None"
+            )
+        if precision.scaler is not None:  # one for each engine, which adapts to its own gradients
+            precision = replace(precision, scaler=scaler or Scaler(precision.device_type))
+        self._mesh, self._precision, self._dealt = mesh, precision, dealt
+        self._optimizer, self._loss = optimizer, loss
+        self.parts = count_parts(mesh.layout)
+        """Microbatches of a step."""
+        groups = learn_groups(optimizer, model)
+        frozen = freeze_others(model, groups)
+        # Replicas take the first one's weights in any case; parts of one model have to be of one, too.
+        broadcast_module(model, [mesh.world_group])
+        self._randomness = Randomness(seed)
+        self.arranged = _arrange(model, mesh, loss, example, self._randomness, ddp, tune)
+        if frozen:
+            some = ", ".join(frozen[:3]) + (
+                f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+            )
+            self.arranged.notes.insert(0, f"not trained, since the optimizer has them not: {some}")
+        trainables = self.arranged.trainables()
+        adopt(optimizer, groups, trainables, cut=_cuts(self.arranged), elementwise=elementwise)
+        self._update = build_update(
+            optimizer,
+            [t.parameter for t in trainables],
+            clip,
+            precision.scaler,
+            self.arranged.care(optimizer),
+        )
+        self._micro = 0
+        """Microbatches of the step at hand whose gradients are there."""
+        self._samples = 0
+        self._pending = False
+        """Whether backward has run and `step` was not called since."""
+        self._compared = False
+        self.num_steps = 0
+        """Updates done, without those that an overflow in fp16 left out."""
+        self.num_skipped = 0
+        self.has_stepped = False
+        """Whether the last `step()` updated the weights, or left them out for an overflow."""
+        self.grad_norm: Tensor | None = None
+        """Of the last update; None without clipping."""
+
+    # What it is made of
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model; in a pipeline the first of this rank's stages."""
+        return self.arranged.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
+
+    @property
+    def notes(self) -> list[str]:
+        """What the layout had to say of the model."""
+        return self.arranged.notes
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the microbatch at hand is the last of its step."""
+        return self._micro + 1 == self.parts
+
+    def train(self, mode: bool = True) -> Engine:
+        """Training mode; or evaluation's, for which all ranks get the same statistics."""
+        if not mode:
+            self.arranged.prepare_evaluation()
+        self.arranged.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    # A step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, whole on every rank; what was computed in 16 bits is float32 again."""
+        self._require_no_pipeline("engine(...)")
+        if torch.is_grad_enabled():
+            self._compare((args, kwargs))
+        self._begin((args, kwargs), self._micro)
+        # Replicas meet in a forward pass of training alone: one rank may evaluate by itself.
+        called = self.arranged.objective if torch.is_grad_enabled() else self.arranged.model
+        with self._reducing(), self._precision.autocast():
+            return self._wide(called(*args, **kwargs))
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a mean over the samples of the microbatch at hand, each counted as it should be."""
+        self._require_no_pipeline("engine.backward")
+        if loss.numel() != 1:
+            raise UsageError(
+                f"engine.backward was given a tensor of shape {list(loss.shape)}; give the mean loss, one "
+                "number"
+            )
+        if self._pending:
+            raise UsageError(
+                "engine.backward was called twice without engine.step() between; add the losses, and call "
+                "it once"
+            )
+        with self._reducing():
+            self._precision.backward(loss * self._weight())
+        if self.ends_step:
+            self._finish()
+        self._pending = True
+
+    def step(self) -> None:
+        """After `backward`: the update, where the microbatch was the last of its step."""
+        if not self._pending:
+            raise UsageError(
+                "engine.step() has no gradients yet; call engine.backward(loss) before it"
+            )
+        self._pending = False
+        self._samples += self._dealt.num_real
+        self._micro = (self._micro + 1) % self.parts
+        self.has_stepped = not self._micro
+        if self.has_stepped:
+            self._step()
+
+    def train_batch(self, batches: Iterable[Any]) -> Tensor:
+        """One update from the next microbatches, pairs of inputs and targets; the mean loss over all ranks.
+
+        The only way through a pipeline; elsewhere it is short for the loop above. A tuple or a mapping of
+        inputs is several arguments of the model.
+        """
+        loss = self._require_loss("train_batch")
+        if self._micro or self._pending:
+            raise UsageError(
+                "engine.train_batch was called in the middle of a step; finish it with engine.step()"
+            )
+        if self.arranged.staged is not None:
+            total = self._through_stages(self._take(batches))
+        else:
+            total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+            for inputs, targets in self._each(batches):
+                args, kwargs = call_arguments(inputs)
+                value = loss(self(*args, **kwargs), targets)
+                total += value.detach() * (self._dealt.scale / self.parts)
+                self.backward(value)
+                self.step()
+        return self._mesh.sum_over_data(total) / self._mesh.data_size
+
+    @torch.no_grad()
+    def eval_batch(self, batches: Iterable[Any]) -> Tensor:
+        """The mean loss of the next microbatches over all ranks, in evaluation mode; through a pipeline,
+        too."""
+        loss = self._require_loss("eval_batch")
+        was_training = self.module.training
+        self.train(False)
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for inputs, targets in self._each(batches):
+            with self._precision.autocast(), self.arranged.inside():
+                outputs = self.arranged.predict(inputs)
+                if outputs is not None:
+                    value = self.arranged.plain(loss(self._wide(outputs), targets))
+                    total += value * (self._dealt.scale / self.parts)
+        self.train(was_training)
+        stages = self._mesh.group("pp")
+        if stages is not None:  # the last one has it, the others add zeros
+            dist.all_reduce(total, group=stages)
+        return self._mesh.sum_over_data(total) / self._mesh.data_size
+
+    def forget(self) -> None:
+        """Leave a step that was begun: its gradients are dropped, and the next microbatch is the first."""
+        self._micro = self._samples = 0
+        self._pending = False
+        for flat in self.arranged.flats:
+            flat.clear_gradients()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is beside weights and optimizer: the counts, and the loss scale of fp16."""
+        scaler = self._precision.scaler
+        return {
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "scaler": scaler.state_dict() if scaler is not None else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        self.arranged.num_steps = self.num_steps + self.num_skipped
+        if self._precision.scaler is not None and state["scaler"]:
+            self._precision.scaler.load_state_dict(state["scaler"])
+
+    # Inside of one
+
+    def _begin(self, inputs: Any, index: int) -> None:
+        """Before a forward pass: which samples it has, and how many of them are real."""
+        share = self.arranged.share
+        share.num_real = self._dealt.num_real
+        if not self._randomness.is_used:
+            return
+        ids = self._dealt.samples
+        if ids is None:  # a loader of the user's own: by their place in the step
+            size = _num_samples(inputs)
+            first = (index * self._mesh.data_size + self._mesh.data_rank) * size
+            found, key = (
+                torch.arange(first, first + size, device=self._mesh.device),
+                self._all_steps,
+            )
+        else:
+            found, key = torch.from_numpy(ids).to(self._mesh.device), self._dealt.key
+        self._randomness.begin(key, found)
+
+    @property
+    def _all_steps(self) -> int:
+        return self.num_steps + self.num_skipped
+
+    def _reducing(self) -> AbstractContextManager[None]:
+        """Gradients are exchanged in the last microbatch alone, where a layout can wait."""
+        if self.ends_step or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.arranged.skip_reduction()
+
+    def _weight(self) -> float:
+        """What the mean loss of the microbatch at hand counts for."""
+        # Along cp gradients are parts of a sum, and averaged.
+        return self._dealt.scale / self.parts * self._mesh.axis_size("cp")
+
+    def _finish(self) -> None:
+        replicated = self.arranged.objective
+        if isinstance(replicated, Replicated):
+            replicated.require_gradients()
+        if self.arranged.needs_finish:
+            self.arranged.finish_gradients()
+
+    def _step(self) -> None:
+        self.arranged.num_samples_here, self._samples = max(self._samples, 1), 0
+        self.grad_norm = self._update()
+        scaler = self._precision.scaler
+        if scaler is not None and scaler.overflowed:
+            self.num_skipped += 1
+        else:
+            self.num_steps += 1
+
+    def _through_stages(self, batch: _Microbatches) -> Tensor:
+        staged = self.arranged.staged
+        assert staged is not None
+        self._compare(batch.inputs[0])
+        scale = self._precision.scale() * self._mesh.axis_size("cp")
+        weights = [one / self.parts * scale for one in batch.scales]
+
+        def prepare(index: int) -> None:
+            self._dealt.take(batch.dealt[index])
+            self._begin(batch.inputs[index], index)
+
+        with self._precision.autocast():
+            total = staged.forward_backward(
+                batch.inputs, batch.targets, batch.counts, weights, prepare
+            )
+        self._samples = sum(batch.counts)
+        self._finish()
+        self.has_stepped = True
+        self._step()
+        return total / scale
+
+    def _each(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """As many microbatches as a step has, on this rank's device."""
+        found = iter(batches)
+        for index in range(self.parts):
+            try:
+                batch = next(found)
+            except StopIteration:
+                raise UsageError(
+                    f"the batches given ended after {index} microbatches of a step of {self.parts}; "
+                    "give an iterator that goes on, as that of a loader in its next epoch"
+                ) from None
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                raise UsageError(
+                    f"a batch given is a {type(batch).__name__}; give pairs of inputs and targets"
+                )
+            inputs, targets = tree_map_only(
+                Tensor, lambda x: x.to(self._mesh.device, non_blocking=True), tuple(batch)
+            )
+            yield tuple(inputs) if isinstance(inputs, list) else inputs, targets
+
+    def _take(self, batches: Iterable[Any]) -> _Microbatches:
+        taken = _Microbatches()
+        for inputs, targets in self._each(batches):
+            taken.inputs.append(inputs)
+            taken.targets.append(targets)
+            taken.dealt.append(self._dealt.copy())
+            size = _num_samples(inputs)
+            taken.counts += (min(self._dealt.num_real, size) if self._dealt.is_ours else size,)
+            taken.scales.append(self._dealt.scale)
+        return taken
+
+    def _compare(self, inputs: Any) -> None:
+        """Ranks that hold parts of one model have to be given the same samples, replicas others. Looked at
+        once."""
+        mesh = self._mesh
+        if self._compared or self._dealt.is_ours or mesh.world_group is None:
+            return
+        self._compared = True
+        mine = (mesh.data_rank, _digest(inputs))
+        everyone: list[Any] = [None] * mesh.env.world_size
+        dist.all_gather_object(everyone, mine, group=mesh.world_group)
+        for rank, (place, digest) in enumerate(everyone):
+            first = next(r for r, (other, _) in enumerate(everyone) if other == place)
+            if digest != everyone[first][1]:
+                raise UsageError(
+                    f"ranks {first} and {rank} hold parts of one model in {mesh.layout}, and were given "
+                    f"different samples; deal them with job.loader, or by job.data_rank ({place} for both) "
+                    "of "
+                    f"job.data_size ({mesh.data_size})"
+                )
+        if mesh.is_main and mesh.data_size > 1 and len({digest for _, digest in everyone}) == 1:
+            warnings.warn(
+                f"all {mesh.data_size} replicas were given the same first batch, so that they are worth "
+                "one; deal "
+                "samples with job.loader, or by job.data_rank of job.data_size",
+                stacklevel=4,
+            )
+
+    def _wide(self, outputs: Any) -> Any:
+        narrow = AUTOCAST.get(self._precision.name)
+        if narrow is None:
+            return outputs
+        return tree_map_only(Tensor, lambda x: x.float() if x.dtype is narrow else x, outputs)
+
+    def _require_loss(self, what: str) -> Loss:
+        if self._loss is None:
+            raise UsageError(
+                f"engine.{what} takes the loss itself: give job.engine(..., loss=function)"
+            )
+        return self._loss
+
+    def _require_no_pipeline(self, what: str) -> None:
+        if self.arranged.staged is not None:
+            raise UsageError(
+                f"{what} cannot be had with pp={self._mesh.layout.pp}, whose stages lie on several ranks; "
+                "use engine.train_batch(batches) and engine.eval_batch(batches)"
+            )
+
+
+class _Microbatches:
+    """Those of one step through a pipeline."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Any] = []
+        self.targets: list[Any] = []
+        self.counts: tuple[int, ...] = ()
+        self.scales: list[float] = []
+        self.dealt: list[Dealt] = []
+
+
+def _arrange(
+    model: nn.Module,
+    mesh: Mesh,
+    loss: Loss | None,
+    example: Any,
+    randomness: Randomness,
+    ddp: DdpConfig,
+    tune: TuneConfig | None,
+) -> Arranged:
+    if example is not None and not isinstance(example, (tuple, dict)):
+        example = (example,)
+    is_staged = mesh.layout.pp > 1
+    return arrange(
+        Objective(model, loss) if is_staged and loss is not None else model,
+        mesh.layout,
+        mesh,
+        model=model,
+        loss=loss if is_staged else None,
+        share=Share(),
+        ddp=ddp,
+        randomness=randomness,
+        example=example,
+        tune=tune,
+    )
+
+
+def _cuts(arranged: Arranged) -> bool:
+    """Whether the optimizer has parts of parameters."""
+    flat = any(flat.num_shards > 1 or flat.offload for flat in arranged.flats)
+    splits = arranged.view is not None and bool(arranged.view.splits)
+    return flat or splits or arranged.is_fully_sharded
+
+
+def _num_samples(inputs: Any) -> int:
+    sizes = [x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
+    return sizes[0] if sizes else 1
+
+
+def _digest(inputs: Any) -> str:
+    found = hashlib.sha256()
+    for value in tree_leaves(inputs):
+        if isinstance(value, Tensor):
+            whole = value.detach().cpu().contiguous()
+            found.update(f"{tuple(whole.shape)}{whole.dtype}".encode())
+            found.update(whole.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
