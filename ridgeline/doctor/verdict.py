@@ -56,6 +56,8 @@ ODD = 0.1
 TOO_FAST = 1.25
 """Times of its peak at which a device is not believed to compute."""
 _MICROBATCHES = 9
+_UNEVEN = 1.3
+"""Times as much work as another rank of the pipeline has, from which that is said first."""
 """As many for each other stage leave a tenth of a step to the bubble."""
 A_CLASS = 0.02
 """Share of the step from which classes of arithmetic beside the longest are no part of its name."""
@@ -101,7 +103,8 @@ class Verdict:
 def judge(measured: Measured, others: Sequence[Measured] = ()) -> Verdict:
     """The verdict on a job; `others` are the other ranks' measurements, where there are any."""
     everyone = {m.rank: m for m in (measured, *others)}
-    slow = find_slow_rank(measured.ranks)
+    # In a pipeline ranks have stages of their own, and one with more work is no slow rank.
+    slow = find_slow_rank(measured.ranks) if measured.pipeline is None else None
     if slow is not None:
         at_fault = everyone.get(slow.rank)
         return _judge_slow_rank(measured, slow, at_fault)
@@ -301,11 +304,10 @@ def _bubble(m: Measured, pipe: Pipelined) -> Finding:
         p, count, v = pipe.num_ranks, pipe.microbatches, pipe.virtual
         text = f"{p} even ranks with microbatches={count}" + (f" and virtual={v}" if v > 1 else "")
         text += f" are idle for {ideal_bubble(p, count, v):.0%} of a step"
-        enough = math.ceil(_MICROBATCHES * (p - 1) / v / p) * p
-        if enough > count:
-            least = ideal_bubble(p, enough, v)
-            text += f", with microbatches={enough} for {least:.0%}"
-            within = f"microbatches={enough} would leave {least:.0%}"
+        if more := _more_microbatches(pipe, m.batch):
+            least = ideal_bubble(p, more, v)
+            text += f", with microbatches={more} for {least:.0%}"
+            within = f"microbatches={more} would leave even ranks {least:.0%}"
         evidence.append(text)
     if len(m.ranks) > 1:
         quick, slow = min(m.ranks, key=lambda r: r.own_s), max(m.ranks, key=lambda r: r.own_s)
@@ -313,8 +315,26 @@ def _bubble(m: Measured, pipe: Pipelined) -> Finding:
             f"their own work is {duration(quick.own_s)} (rank {quick.rank}) to {duration(slow.own_s)} "
             f"(rank {slow.rank}) a step, and all go at the pace of the one with the most"
         )
+        if slow.own_s > _UNEVEN * quick.own_s:
+            within = (
+                f"rank {slow.rank} has {duration(slow.own_s)} of work a step, rank {quick.rank} "
+                + (duration(quick.own_s))
+            )
     cause = "waiting for other stages of the pipeline"
     return Finding(COMMUNICATION, m.share(m.comm_exposed_s), cause, within, tuple(evidence))
+
+
+def _more_microbatches(pipe: Pipelined, batch: int) -> int:
+    """How many would do, of those that the samples of a replica can be cut into; 0 for no more than now."""
+    p = pipe.num_ranks
+    enough = math.ceil(_MICROBATCHES * (p - 1) / pipe.virtual / p) * p
+    if enough <= pipe.microbatches:
+        return 0
+    if not batch:
+        return enough
+    step = p if pipe.schedule in ("interleaved", "zerobubble") else 1
+    able = [n for n in range(pipe.microbatches + 1, batch + 1) if batch % n == 0 and n % step == 0]
+    return next((n for n in able if n >= enough), able[-1] if able else 0)
 
 
 def is_memory_bound(m: Measured, row: ClassTime) -> bool:

@@ -264,6 +264,8 @@ def _cut(layers: list[nn.Module]) -> list[tuple[int, int]]:
         left = [start for start in starts if start not in cuts and start >= max(cuts, default=0)]
         if left:
             cuts.append(min(left, key=lambda start: abs(start - ideal)))
+    if not cuts:
+        return []  # nothing in it is worth being computed twice
     return list(zip(cuts, [*cuts[1:], len(layers)], strict=True))
 
 

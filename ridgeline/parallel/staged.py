@@ -25,6 +25,7 @@ from ridgeline.parallel.blocks import find_blocks
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.parallel.pipeline import Pipeline, StagePlan, Timeline, build_stages, plan_stages
 from ridgeline.parallel.pipeline.plan import Cut
+from ridgeline.parallel.pipeline.structure import shared_copy
 from ridgeline.parallel.pipeline.timeline import Mark, no_mark
 from ridgeline.parallel.precision import AUTOCAST
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ridgeline.parallel.arranged import Arranged
 
 _MEASURED_PASSES = 5
+_LARGEST_DIFFERENTIATED = 100_000_000
 
 
 @dataclass
@@ -125,14 +127,30 @@ def cut_into_stages(built: Arranged) -> None:
         costs = _measure(built.model, example)
     costs = built.block_costs = _agree(costs, mesh)
     num_stages = layout.pp * layout.virtual
-    plan = plan_stages(
-        built.model,
-        num_stages,
-        example,
-        costs,
-        device=mesh.device,
-        autocast_dtype=AUTOCAST.get(layout.precision),
-    )
+
+    def plan_with(carries: bool) -> StagePlan:
+        return plan_stages(
+            built.model,
+            num_stages,
+            example,
+            costs,
+            device=mesh.device,
+            autocast_dtype=AUTOCAST.get(layout.precision),
+            carries=carries,
+        )
+
+    plan = plan_with(True)
+    carries = any(item.made is not None for cut in plan.cuts for item in cut.sent)
+    if carries and (told := _tell_difference(built, plan, example)):
+        built.notes.append(
+            f"what modules returned stays in its stage, since sent on it came out otherwise ({told})"
+        )
+        plan = plan_with(False)
+        if told := _tell_difference(built, plan, example):
+            raise UsageError(
+                f"{type(built.model).__name__} cut into stages computes something else ({told}): what its "
+                "forward keeps aside does not reach other stages; use pp=1 with dp, zero or recompute"
+            )
     _check_stages(built.model, plan, layout)
     sent = _local_plan(plan, mesh)
     indices = plan.indices_of(mesh.axis_rank("pp"), layout.pp)
@@ -156,6 +174,24 @@ def cut_into_stages(built: Arranged) -> None:
     built.staged = Staged(list(stages), sent, mesh, loss, built.inside)
     built.model = built.objective = stages[0]  # lets go of the weights of all other stages
     built.notes += plan.describe().splitlines()
+
+
+def _tell_difference(
+    built: Arranged, plan: StagePlan, example: tuple[Any, ...] | dict[str, Any]
+) -> str:
+    """Where a plan sends on what modules returned long ago: what any rank found wrong with that. A model
+    that is too large to hold its gradients here as well is compared by its outputs."""
+    model, mesh = built.model, built.mesh
+    is_alone = dist.get_backend(mesh.world_group) == "fake"
+    if is_alone or any(p.is_meta for p in model.parameters()):
+        return ""
+    from ridgeline.parallel.pipeline.prove import tell_difference
+
+    size = sum(p.numel() for p in model.parameters())
+    found: list[str] = [""] * dist.get_world_size(mesh.world_group)
+    mine = tell_difference(model, plan, example, size < _LARGEST_DIFFERENTIATED)
+    dist.all_gather_object(found, mine, group=mesh.world_group)
+    return next(filter(None, found), "")
 
 
 def _check_stages(model: nn.Module, plan: StagePlan, layout: Layout) -> None:
@@ -219,6 +255,7 @@ def _measure(
     if any(p.is_meta for p in model.parameters()):
         return None
     args, kwargs = call_arguments(example)
+    model = shared_copy(model)
     timed = _side_by_side(model)
     times: dict[str, list[float]] = {}
     spent: dict[str, float] = {}
@@ -238,7 +275,6 @@ def _measure(
 
     hooks = [module.register_forward_pre_hook(before(path)) for path, module in timed.items()]
     hooks += [module.register_forward_hook(after(path)) for path, module in timed.items()]
-    was_training = model.training
     model.eval()
     try:
         for number in range(_MEASURED_PASSES + 1):
@@ -247,7 +283,6 @@ def _measure(
             for path, seconds in spent.items() if number else ():  # the first one warms up
                 times.setdefault(path, []).append(seconds)
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     # The quickest: other ranks of the node measure at the same time.

@@ -27,7 +27,7 @@ def pipeline(run: RunDir, summary: RunSummary) -> str:
     if layout.schedule != "zerobubble":
         idle = ideal_bubble(layout.pp, layout.microbatches, layout.virtual)
         said += (
-            f" Ranks with as much work each would be idle for {idle:.0%} of it with microbatches="
+            f" Ranks with as much work each would be idle for {idle:.0%} of a step with microbatches="
             f"{layout.microbatches}; more of them make that less."
         )
     path = run.file(TRACES) / f"{PIPELINE}.svg"

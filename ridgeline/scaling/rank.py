@@ -28,6 +28,7 @@ from ridgeline.parallel.mesh import GRADIENT_AXES, Mesh, axis_sizes, rank_at_sta
 from ridgeline.scaling.measured import RankMeasured, Traffic
 from ridgeline.scaling.request import RankRequest
 from ridgeline.scaling.watch import Call, StepWatch
+from ridgeline.train.clock import PIECE
 from ridgeline.train.setup import Training, build_training
 
 WARM_STEPS = 2
@@ -290,7 +291,7 @@ def _is_beside(call: Call, layout: Layout) -> bool:
     if call.num_bytes < _SMALL:
         return False  # somebody waits for the answer
     if layout.pp > 1:
-        return call.phase != "backward_s"
+        return call.phase == PIECE
     return call.phase == "forward_s" or (layout.zero == 3 and call.phase != "comm_s")
 
 

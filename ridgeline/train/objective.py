@@ -115,6 +115,7 @@ def _through_stages(
         def mark(part: str) -> None:
             clock.mark(part, PIECE if part == "bubble_s" else BETWEEN)
 
+        clock.last = BETWEEN  # what a rank does until its first microbatch is there
         with precision.autocast():
             total = staged.forward_backward(
                 batch.inputs, batch.targets, batch.counts, weights, prepare, mark

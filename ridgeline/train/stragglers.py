@@ -62,8 +62,11 @@ class Finding:
         )
 
 
-def find_stragglers(windows: Sequence[Sequence[RankPace]]) -> list[Finding]:
-    """What stands out over several exchanges; medians, so that a pause of one does not count."""
+def find_stragglers(
+    windows: Sequence[Sequence[RankPace]], stage_of: Callable[[int], int] | None = None
+) -> list[Finding]:
+    """What stands out over several exchanges; medians, so that a pause of one does not count. In a pipeline
+    ranks are compared with those that have the same stage, where there are any."""
     by_rank: dict[int, list[RankPace]] = {}
     for paces in windows:
         for pace in paces:
@@ -75,6 +78,9 @@ def find_stragglers(windows: Sequence[Sequence[RankPace]]) -> list[Finding]:
     found = []
     for pace in typical:
         others = [other for other in typical if other.rank != pace.rank]
+        if stage_of is not None:
+            mine = stage_of(pace.rank)
+            others = [other for other in others if stage_of(other.rank) == mine] or others
         others_s = statistics.median(other.own_s for other in others)
         if pace.own_s - others_s > EXCESS * step_s:
             more_data = pace.data_s - statistics.median(other.data_s for other in others)
@@ -113,7 +119,7 @@ class Stragglers:
             return []
         lines = []
         now = time.monotonic()
-        for finding in find_stragglers(self._windows):
+        for finding in find_stragglers(self._windows, self._stage_of):
             if now - self._told.get(finding.rank, -AGAIN_S) < AGAIN_S:
                 continue
             self._told[finding.rank] = now

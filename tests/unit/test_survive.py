@@ -207,6 +207,18 @@ def test_waiting_for_other_stages_is_no_work_of_ones_own(tmp_path: Path) -> None
     assert (event.details["part"], event.details["stage"]) == ("compute", 1)
 
 
+def test_in_a_pipeline_ranks_are_compared_with_those_of_their_stage() -> None:
+    """Ranks 0 to 3 have a stage with less work than that of 4 to 7, which is nobody's fault."""
+    paces = [
+        RankPace(rank, 10, 0.3, 0.0, own, 0.0, 0.3 - own)
+        for rank, own in enumerate([0.1] * 4 + [0.2] * 4)
+    ]
+    assert not find_stragglers([paces] * 3, lambda rank: rank // 4)
+    paces[1] = RankPace(1, 10, 0.3, 0.0, 0.17, 0.0, 0.13)
+    (found,) = find_stragglers([paces] * 3, lambda rank: rank // 4)
+    assert (found.rank, found.others_s) == (1, 0.1)
+
+
 def test_what_was_decided_about_a_rank_is_not_overwritten_by_it(tmp_path: Path) -> None:
     from ridgeline.launch.failures import read_failures, write_failure
 

@@ -49,21 +49,13 @@ _REPEATABLE = frozenset(
     {"relu", "gelu", "silu", "elu", "leaky_relu", "tanh", "sigmoid", "softplus", "hardtanh", "mish"}
     | {"add", "__add__", "__radd__", "sub", "__sub__", "mul", "__mul__", "__rmul__", "cat", "stack"}
     | {"__getitem__", "view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim"}
-    | {
-        "unsqueeze",
-        "squeeze",
-        "contiguous",
-        "chunk",
-        "split",
-        "unbind",
-        "expand",
-        "to",
-        "float",
-        "type_as",
-    }
+    | {"unsqueeze", "squeeze", "contiguous", "chunk", "split", "unbind", "expand", "to", "float"}
+    | {"type_as"}
 )
 _MOST_PARTS = 4
 """Tensors that are sent in place of one: more, and it is no cut."""
+_DEEPEST = 16
+"""Functions between a value and what modules returned: more are not done again."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +216,7 @@ def plan_stages(
     *,
     device: torch.device | None = None,
     autocast_dtype: torch.dtype | None = None,
+    carries: bool = True,
 ) -> StagePlan:
     """Cut `model` into `num_stages` stages of about the same cost.
 
@@ -231,7 +224,8 @@ def plan_stages(
     of keywords, of a microbatch's size. `costs` are measured costs by module path (in any unit, of
     modules that are not inside one another); a stage costs the sum of those that begin in it. Without
     them it is an estimate from FLOPs and parameters. `device` is where the model will run (default:
-    where the inputs are) and `autocast_dtype` the type its arithmetic will be in.
+    where the inputs are) and `autocast_dtype` the type its arithmetic will be in. `carries` says whether
+    what modules returned before a cut may be used after it.
     """
     if device is None:
         device = next((t.device for _, t in tensors_in(example_inputs)), torch.device("cpu"))
@@ -241,7 +235,7 @@ def plan_stages(
             f"{type(model).__name__} calls other modules for a batch of {BATCHES[0]} than for one of "
             f"{BATCHES[1]}, so it cannot be cut into pipeline stages; use pp=1"
         )
-    points, refused = _candidates(model, small)
+    points, refused = _candidates(model, small, carries)
     weigh = Weigher(model, small, [(point.clock, point.flops) for point in points], costs)
     sizes = [
         sum(
@@ -262,7 +256,10 @@ def plan_stages(
     batch = batch_size(example_inputs)
     return StagePlan(
         tuple(stages),
-        tuple(_cut(point, small, large) for point in cuts),
+        tuple(
+            _cut(point, small, large, begin)
+            for point, begin in zip(cuts, [-1, *(c.clock for c in cuts)], strict=False)
+        ),
         tuple(Tied(name, tuple(where)) for name, where in holders.items() if len(where) > 1),
         tuple(
             (where, tuple(t.shape[1:] if t.dim() and t.shape[0] == batch else t.shape))
@@ -272,7 +269,7 @@ def plan_stages(
     )
 
 
-def _candidates(model: nn.Module, seen: Recording) -> tuple[list[_Point], list[str]]:
+def _candidates(model: nn.Module, seen: Recording, carries: bool) -> tuple[list[_Point], list[str]]:
     """Places to cut in the order of the forward pass, and why others are none.
 
     Between the repeated blocks rather than inside them, unless there are none between.
@@ -297,7 +294,9 @@ def _candidates(model: nn.Module, seen: Recording) -> tuple[list[_Point], list[s
         if num_calls[call.path] > 1:
             refused.append(f"{call.path} is called {num_calls[call.path]} times")
             continue
-        found = _what_crosses(seen, call, {value for _, value in sent}, last_uses, num_calls)
+        found = _what_crosses(
+            seen, call, {value for _, value in sent}, last_uses, num_calls, carries
+        )
         if isinstance(found, str):
             refused.append(f"no cut at {call.path}: {found}")
         else:
@@ -311,6 +310,7 @@ def _what_crosses(
     sent: set[int],
     last_uses: list[tuple[int, int, int]],
     num_calls: Mapping[str, int],
+    carries: bool,
 ) -> tuple[_Carried, ...] | str:
     """What the part after a cut at `call` needs of the part before, besides its arguments; in words where
     it cannot have it."""
@@ -319,6 +319,10 @@ def _what_crosses(
         value = seen.values[key]
         if not value.tensor.is_floating_point():
             return f"it takes a {value.tensor.dtype} tensor computed from weights"
+    for clock, where in seen.reads:
+        if clock <= call.start and not _inside_stand_in(seen, where, call.start):
+            reader = seen.path_of(where) or "the model's own forward"
+            return f"{reader} reads a number from what was computed before it"
     for last_use, defined, key in last_uses[bisect_left(last_uses, (call.start + 1, -1, -1)) :]:
         value = seen.values[key]
         if defined > call.start or (key in sent and last_use <= call.end):
@@ -326,17 +330,32 @@ def _what_crosses(
         if key in sent and _is_only_given(seen, call, key, num_calls):
             continue
         hidden = not value.is_tainted and _inside_stand_in(seen, value.call, call.start)
-        found = _carry(seen, key, call.start) if value.is_tainted else None
+        found = _carry(seen, key, call.start) if value.is_tainted and carries else None
         if found is not None:
-            carried += [one for one in found if one not in carried]
+            carried = list(dict.fromkeys([*carried, *found]))
         elif value.is_tainted or hidden:
             source = seen.path_of(value.call) or "the model's own forward"
             user = seen.path_of(value.last_call) or "the model's own forward"
             return f"a tensor made in {source} is used later in {user}"
+    if carried and (
+        written := _written_apart(seen, sent | {one.key for one in carried}, call.start)
+    ):
+        return f"a tensor made in {written} is changed in place after it, by another of its views"
     return tuple(carried)
 
 
-def _carry(seen: Recording, key: int, clock: int) -> tuple[_Carried, ...] | None:
+def _written_apart(seen: Recording, keys: set[int], clock: int) -> str:
+    """Where one of several tensors that cross was made, which share memory that is written to later: behind
+    the cut each has memory of its own. Empty where none is."""
+    roots = Counter(seen.values[key].root for key in keys)
+    for key in keys:
+        value = seen.values[key]
+        if roots[value.root] > 1 and any(when > clock for when in value.changes):
+            return seen.path_of(value.call) or "the model's own forward"
+    return ""
+
+
+def _carry(seen: Recording, key: int, clock: int, depth: int = 0) -> tuple[_Carried, ...] | None:
     """A value that a call which is over returned as it is now: a stage that begins at `clock`, and answers
     for that call, can answer with it. One that was made of such values alone it makes again. None where
     neither is so, as of what a call has kept aside."""
@@ -347,7 +366,9 @@ def _carry(seen: Recording, key: int, clock: int) -> tuple[_Carried, ...] | None
         outer = at if call.is_stand_in_possible and call.end <= clock else outer
         at = call.parent
     since = value.defined if outer < 0 else seen.calls[outer].end
-    if not value.tensor.is_floating_point() or any(since < when <= clock for when in value.changes):
+    if value.is_hooked or depth > _DEEPEST or not value.tensor.is_floating_point():
+        return None
+    if any(since < when <= clock for when in value.changes):
         return None
     if outer >= 0:
         places = tensors_in(seen.calls[outer].output)
@@ -358,13 +379,16 @@ def _carry(seen: Recording, key: int, clock: int) -> tuple[_Carried, ...] | None
     found: list[_Carried] = []
     for one in value.made_of:
         part = seen.values.get(one)
-        if part is None or (not part.is_tainted and _inside_stand_in(seen, part.call, clock)):
-            return None  # a weight, or what is not there either
-        more = _carry(seen, one, clock) if part.is_tainted else ()
-        if more is None or len(found) > _MOST_PARTS:
+        # Weights are elsewhere, and what is made of neither weights nor inputs may be drawn anew.
+        more = None
+        if part is not None and part.is_tainted:
+            more = _carry(seen, one, clock, depth + 1)
+        if more is None:
             return None
-        found += more
-    return tuple(found)
+        found = list(dict.fromkeys([*found, *more]))
+        if len(found) > _MOST_PARTS:
+            return None
+    return tuple(found) if found else None
 
 
 def _is_only_given(seen: Recording, call: Call, key: int, num_calls: Mapping[str, int]) -> bool:
@@ -421,7 +445,18 @@ def _too_few(model: nn.Module, asked: int, most: int, refused: list[str]) -> Usa
     )
 
 
-def _cut(point: _Point, small: Recording, large: Recording) -> Cut:
+def _order_in(seen: Recording, index: int, begin: int) -> int:
+    """Which of the calls of its module a call is, in a stage that begins at `begin`: what is inside of a
+    call that the stage answers for is not called there."""
+    path = seen.calls[index].path
+    return sum(
+        one.path == path and not (one.parent >= 0 and _inside_stand_in(seen, one.parent, begin))
+        for one in seen.calls[:index]
+    )
+
+
+def _cut(point: _Point, small: Recording, large: Recording, begin: int) -> Cut:
+    """`begin` is when the stage before it begins, which sends."""
     sent = []
     for where, key in point.sent:
         other = large.values[large.calls[point.call].inputs[where]].tensor
@@ -433,7 +468,7 @@ def _cut(point: _Point, small: Recording, large: Recording) -> Cut:
         call = small.calls[one.call]
         other = dict(tensors_in(large.calls[one.call].output))[one.where]
         spec = spec_of(small.values[one.key].tensor, other, BATCHES)
-        sent.append(Sent(one.where, spec, Made(call.path, call.order)))
+        sent.append(Sent(one.where, spec, Made(call.path, _order_in(small, one.call, begin))))
     return Cut(point.path, tuple(sent))
 
 
@@ -484,13 +519,15 @@ def _stage_specs(
 
 
 def _order(seen: Recording, cuts: Sequence[Cut], begin: int, end: int) -> tuple[str, ...]:
-    """The calls beside those that are cut at, in a stage that begins and ends at these times."""
+    """The calls beside those that are cut at, in a stage that begins and ends at these times; of their
+    modules also those from inside of others."""
     at = {cut.path for cut in cuts}
     beside = {call.parent for call in seen.calls if call.path in at}
+    paths = {call.path for call in seen.calls if call.parent in beside}
     return tuple(
         call.path
         for call in seen.calls
-        if call.parent in beside
+        if call.path in paths
         and call.start < end
         and not (call.parent >= 0 and _inside_stand_in(seen, call.parent, begin))
     )
@@ -511,7 +548,7 @@ def _stand_ins(small: Recording, large: Recording, cut: _Point) -> tuple[StandIn
     """The outermost calls that were over when a stage began and that only weights matter to."""
     found = []
     clock, numbers = cut.clock, cut.numbers
-    for call, other in zip(small.calls, large.calls, strict=True):
+    for index, (call, other) in enumerate(zip(small.calls, large.calls, strict=True)):
         if not call.is_stand_in_possible or call.end > clock:
             continue
         if call.parent >= 0 and _inside_stand_in(small, call.parent, clock):
@@ -526,5 +563,6 @@ def _stand_ins(small: Recording, large: Recording, cut: _Point) -> tuple[StandIn
             for where, tensor in tensors_in(call.output)
             if id(tensor) in numbers
         )
-        found.append(StandIn(call.path, call.order, map_leaves(call.output, spec), given))
+        order = _order_in(small, index, clock)
+        found.append(StandIn(call.path, order, map_leaves(call.output, spec), given))
     return tuple(found)

@@ -31,6 +31,7 @@ from ridgeline.models.inputs import call_arguments
 from ridgeline.parallel.pipeline.structure import (
     Where,
     batch_size,
+    copy_containers,
     is_transparent,
     map_leaves,
     tensors_in,
@@ -47,6 +48,11 @@ _LOOKS = frozenset(
     | {"empty_like", "full_like", "rand_like", "randn_like", "result_type", "storage_offset"}
     | {"requires_grad_", "register_hook", "retain_grad", "__len__", "__hash__", "__repr__"}
 )
+
+
+_HOOKS = frozenset({"register_hook", "retain_grad"})
+_READS = frozenset({"item", "tolist", "__float__", "__int__", "__index__", "numpy"})
+"""What gives a number, which a stage that stands in with zeros would have otherwise."""
 
 
 @dataclass
@@ -84,6 +90,10 @@ class Value:
     made_by: str = ""
     """The function of torch that it is the result of, and what that was given."""
     made_of: tuple[int, ...] = ()
+    root: int = -1
+    """The memory that it lies in, which it shares with its views."""
+    is_hooked: bool = False
+    """Whether the model's own code watches its gradient."""
 
 
 @dataclass
@@ -96,6 +106,8 @@ class Recording:
     """When, and in which call, each parameter and buffer went into arithmetic."""
     looks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """The same for questions about its shape, type or place."""
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    """When, and in which call, a number was read from what depends on weights."""
     changes: dict[str, int] = field(default_factory=dict)
     """When each buffer last became something that was computed from weights."""
     flops: int = 0
@@ -141,7 +153,9 @@ class _Watch(TorchFunctionMode):
             self.names[id(tensor)] = name
         self.weights = {id(p) for p in model.parameters()}
         self.memory: defaultdict[int, list[int]] = defaultdict(list)
-        """By the tensor that others are views of: when it was written to."""
+        """By what tensors lie in: when it was written to."""
+        self.tainted: set[int] = set()
+        """Memory in which there is something that was computed from weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -153,21 +167,26 @@ class _Watch(TorchFunctionMode):
         if name in _LOOKS or (name == "__get__" and not made):
             for tensor in taken:
                 self._note(self.recording.looks, tensor)
+                if name in _HOOKS and id(tensor) in self.recording.values:
+                    self.recording.values[id(tensor)].is_hooked = True
             return out
         if name == "scaled_dot_product_attention" and taken[0].device.type == "cpu":
             self.flops.total += _attention_flops(*taken[:3])
         self.clock += 1
         tainted = [self.use(tensor) for tensor in taken]
         changed = [t for t, before in zip(taken, versions, strict=True) if _version(t) != before]
+        if name in _READS and any(tainted):
+            self.recording.reads.append((self.clock, self.call))
+        for tensor in changed:
+            # Whoever has a view of it, before this or after, has what is written.
+            self.memory[_root(tensor)].append(self.clock)
+            if any(tainted):
+                self.tainted.add(_root(tensor))
         for tensor in made + changed:
             self.define(tensor, any(tainted))
-        for tensor in changed:
-            self.memory[_root(tensor)].append(self.clock)
-        for tensor in made + changed:
-            self.recording.values[id(tensor)].changes = self.memory[_root(tensor)]
         for tensor in made:
             value = self.recording.values[id(tensor)]
-            if value.defined == self.clock:
+            if value.defined == self.clock and all(tensor is not one for one in taken):
                 value.made_by, value.made_of = name, tuple(map(id, taken))
         for tensor in changed if any(tainted) else ():
             if id(tensor) in self.names:
@@ -182,17 +201,18 @@ class _Watch(TorchFunctionMode):
         value = self.recording.values.get(id(tensor))
         if value is None and id(tensor) in self.names:
             return False  # a buffer that nothing has written to
-        value = value or self.define(tensor, False)
+        value = self.define(tensor, False)
         value.last_use, value.last_call = self.clock, self.call
         if value.is_tainted:
             value.uses.append(self.clock)
         return value.is_tainted
 
     def define(self, tensor: Tensor, is_tainted: bool) -> Value:
-        known = self.recording.values.get(id(tensor))
-        is_tainted = is_tainted or tensor.requires_grad
+        known, root = self.recording.values.get(id(tensor)), _root(tensor)
+        is_tainted = is_tainted or tensor.requires_grad or root in self.tainted
         if known is None:
-            known = Value(tensor, self.clock, self.call, is_tainted)
+            known = Value(tensor, self.clock, self.call, is_tainted, root=root)
+            known.changes = self.memory[root]
             self.recording.values[id(tensor)] = known
         known.is_tainted = known.is_tainted or is_tainted
         return known
@@ -219,7 +239,7 @@ class _Watch(TorchFunctionMode):
 
     def leave_module(self, output: Any) -> None:
         call = self.recording.calls[self.stack.pop()]
-        call.end, call.output = self.clock, output
+        call.end, call.output = self.clock, copy_containers(output)
         tainted = [self.define(tensor, False).is_tainted for _, tensor in tensors_in(output)]
         call.is_stand_in_possible = bool(tainted) and all(tainted) and is_transparent(output)
 
@@ -352,7 +372,11 @@ def _hooks(watch: _Watch, path: str, module: nn.Module) -> list[Any]:
 
 
 def _root(tensor: Tensor) -> int:
-    return id(tensor if tensor._base is None else tensor._base)
+    """Also of what `detach` and `data` give, which have no base."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse ones have several
+        return -id(tensor)
 
 
 def _version(tensor: Tensor) -> int:

@@ -25,6 +25,7 @@ from ridgeline.parallel.pipeline.structure import (
     TensorSpec,
     Where,
     batch_size,
+    copy_containers,
     map_leaves,
     replace_tensors,
     tensors_in,
@@ -98,8 +99,8 @@ class _Runner:
         self.batch = 0
         self.device = torch.device("cpu")
         self.num_calls: dict[str, int] = {}
-        self.made: dict[Made, Any] = {}
-        """What calls returned, of those that the next stages ask for."""
+        self.made: dict[Made, dict[Where, Tensor]] = {}
+        """The tensors that calls returned, of those that the next stages ask for."""
         self.num_made: dict[str, int] = {}
         ends = (self.stop.path,) if self.stop is not None else ()
         self.planned = (*self.spec.order, *ends)
@@ -164,7 +165,7 @@ class _Runner:
         found = dict(tensors_in(stop.call))
         sent = []
         for item in self.stop.sent:
-            of = found if item.made is None else dict(tensors_in(self.made[item.made]))
+            of = found if item.made is None else self.made[item.made]
             tensor = of[item.where]
             tensor = self.leave(self.index, tensor) if self.leave else tensor
             tensor = tensor.to(item.spec.dtype)
@@ -220,7 +221,7 @@ class _Runner:
             made = Made(path, self.num_made.get(path, 0))
             self.num_made[path] = made.order + 1
             if made in asked:
-                self.made[made] = output
+                self.made[made] = dict(tensors_in(output))
 
         return keep
 
@@ -294,7 +295,7 @@ class _Runner:
                 is_tensor = isinstance(leaf, TensorSpec)
                 return leaf.zeros(self.batch, self.device) if is_tensor else leaf
 
-            return map_leaves(answers[order].output, fill)
+            return copy_containers(map_leaves(answers[order].output, fill))
 
         return answer
 

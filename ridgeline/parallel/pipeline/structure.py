@@ -8,12 +8,13 @@ all of `pipeline/`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Where = tuple[Any, ...]
 """The keys that lead from a nested value to one tensor in it."""
@@ -73,6 +74,18 @@ def map_leaves(value: Any, change: Callable[[Where, Any], Any], where: Where = (
     changed = {key: map_leaves(part, change, (*where, key)) for key, part in inside}
     if all(changed[key] is part for key, part in inside):
         return value
+    return _rebuild(value, changed)
+
+
+def copy_containers(value: Any) -> Any:
+    """The same leaves in containers of its own, which nobody else changes."""
+    inside = parts(value)
+    if inside is None:
+        return value
+    return _rebuild(value, {key: copy_containers(part) for key, part in inside})
+
+
+def _rebuild(value: Any, changed: dict[Any, Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value)(**changed)
     if isinstance(value, Mapping):
@@ -134,3 +147,9 @@ def pad_rows(value: Any, batch: int, filler: Any = None) -> Any:
         return torch.cat([leaf, first.expand(batch - size, *leaf.shape[1:])])
 
     return map_leaves(value, grow)
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """The same parameters and buffers; what a forward pass leaves on modules is left on the copy."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

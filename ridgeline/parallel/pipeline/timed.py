@@ -129,6 +129,17 @@ class TimedStage(PipelineStage):
             return
         with self.recorder.span(self.stage_index, "B", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.is_first and self.has_backward:
+            self._fill_gradients(bwd_chunk_id)
+
+    def _fill_gradients(self, index: int) -> None:
+        """What was received and had no part in the loss has a gradient of zeros, of this microbatch's size:
+        torch sends nothing for it, or zeros of the first one's."""
+        sent = self.plan.cuts[self.stage_index - 1].sent
+        self.bwd_cache[index] = tuple(
+            item.spec.zeros(self.feed.sizes[index], self.device) if gradient is None else gradient
+            for gradient, item in zip(self.bwd_cache[index], sent, strict=True)
+        )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         kind = "B" if self.is_first else "W"

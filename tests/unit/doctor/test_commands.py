@@ -112,11 +112,14 @@ def test_a_finished_pipeline_waits_for_its_stages(tmp_path: Path) -> None:
     measured = measure_run(run)
     verdict = judge(measured)
     assert (verdict.limit, verdict.share) == ("communication", pytest.approx(0.5))
-    said = "50% of the step is waiting for other stages of the pipeline (microbatches=28 would leave 10%)"
+    said = (
+        "50% of the step is waiting for other stages of the pipeline (microbatches=32 would leave "
+    )
+    said += "even ranks 9%)"
     assert said in verdict.sentence
     assert verdict.evidence[0].startswith("50 ms of a step of 100 ms go by between microbatches")
     assert verdict.evidence[1] == (
-        "4 even ranks with microbatches=4 are idle for 43% of a step, with microbatches=28 for 10%"
+        "4 even ranks with microbatches=4 are idle for 43% of a step, with microbatches=32 for 9%"
     )
     assert verdict.evidence[2].startswith(
         "their own work is 50 ms (rank 3) to 60 ms (rank 1) a step"
@@ -125,6 +128,31 @@ def test_a_finished_pipeline_waits_for_its_stages(tmp_path: Path) -> None:
     assert said in done.stdout
     (written,) = json.loads((run.path / "doctor.json").read_text())["measured"]
     assert measured_from_dict(written) == measured
+
+
+def test_stages_of_different_work_are_no_slow_rank(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", forward_s=0.01, backward_s=0.03, bubble_s=0.05)
+    run.write_text(LAYOUT, "pp=2,microbatches=16\n")
+    for rank, bubble in enumerate((0.05, 0.008)):
+        run.append(RankRecord(rank, "h", "cpu", 20, 0.1, 0.1, {"bubble_s": bubble}))
+    verdict = judge(measure_run(run))
+    assert verdict.limit == "communication"
+    assert verdict.within == "rank 1 has 92 ms of work a step, rank 0 50 ms"
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "schedule", "more"),
+    [(0, 4, "1f1b", 10), (16, 4, "1f1b", 16), (30, 4, "1f1b", 10), (6, 4, "1f1b", 6), (5, 5, "1f1b", 0),
+     (30, 2, "interleaved", 10), (64, 16, "1f1b", 0)],
+)  # fmt: skip
+def test_microbatches_are_recommended_that_the_batch_divides_into(
+    batch: int, microbatches: int, schedule: str, more: int
+) -> None:
+    from ridgeline.doctor.measured import Pipelined
+    from ridgeline.doctor.verdict import _more_microbatches
+
+    pipe = Pipelined(2, microbatches, 1, schedule, 0.1)
+    assert _more_microbatches(pipe, batch) == more
 
 
 def test_a_finished_run_is_judged_by_the_ranks_that_it_has_now(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_pipeline_has_its_part_and_its_picture(tmp_path: Path) -> None:
     text = page_of(run)
     assert "waiting for other stages</td><td class=n>30 ms" in text
     assert "waits for other stages, and for what they send, for 30% of a step (median)" in text
-    assert "idle for 25% of it with microbatches=3" in text
+    assert "idle for 25% of a step with microbatches=3" in text
     assert "<svg xmlns" not in text
     (run.file(rundir.TRACES)).mkdir()
     picture = '<svg xmlns="x" viewBox="0 0 9 9"><title>F0</title></svg>'
