@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
+from ridgeline.models.build import build_model
 from ridgeline.parallel.apply import arrange
 from ridgeline.parallel.mesh import build_mesh
 from ridgeline.launch.env import read_rank_env
@@ -84,6 +86,7 @@ class Odd(nn.Module):
         self.shared = linear()
         self.nested = Nested(self.shared)
         self.before = nn.Sequential(nn.ReLU(inplace=True), linear())
+        self.flat = nn.Flatten()
         self.unflatten = nn.Unflatten(1, (2, WIDTH // 2))
         self.gain = nn.Parameter(torch.full((WIDTH,), 0.7))
 
@@ -151,6 +154,13 @@ def drawn(m: Odd, x: Tensor) -> Tensor:
     return m.head(m.middle(m.second(k)) + k)
 
 
+def given_twice(m: Odd, x: Tensor) -> Tensor:
+    """The same tensor to a module that gives it back as it is, and to one that is called again."""
+    f = m.second(m.first(x))
+    v = m.flat(f)
+    return m.head(v + m.middle(m.head(f)))
+
+
 def watched(m: Odd, x: Tensor) -> Tensor:
     f = m.first(x)
     if f.requires_grad:
@@ -214,7 +224,7 @@ FORWARDS: dict[str, Callable[[Odd, Tensor], Any]] = {
     f.__name__: f
     for f in (
         *(popped, reversed_, inserted, through_data, through_detach, two_views, changed_later),
-        *(through_a_view, with_a_weight, drawn, watched, nested, gated, detached, beside, many, deep),
+        *(through_a_view, with_a_weight, drawn, watched, nested, gated, detached, beside, many, deep, given_twice),
         *(kept, pair, in_the_graph),
     )
 }
@@ -269,6 +279,28 @@ def test_what_is_sound_is_cut_evenly() -> None:
         plan = plan_stages(build(kind), 2, x)
         costs = [stage.cost for stage in plan.stages]
         assert max(costs) < 0.6 * sum(costs), kind
+
+
+@pytest.mark.parametrize("kind", ["unet2d", *(kind for kind in FORWARDS if kind not in CAUGHT)])
+def test_wherever_it_is_cut(kind: str) -> None:
+    """At places that chance takes, as measured costs do."""
+    if kind == "unet2d":
+        model, x = build_model(kind, width=4, depth=3, norm="group"), torch.randn(2, 3, 16, 16)
+    else:
+        model, x = build(kind), torch.randn(3, WIDTH, dtype=torch.float64)
+    leaves = [path for path, module in model.named_modules() if not list(module.children())]
+    chance, seen = random.Random(2), set()
+    for _ in range(24 if kind == "unet2d" else 6):
+        costs = {path: chance.random() ** 3 for path in leaves}
+        try:
+            plan = plan_stages(model, chance.choice([2, 3, 4]), x, costs)
+        except UsageError:
+            continue
+        places = tuple(cut.path for cut in plan.cuts)
+        if places not in seen:
+            seen.add(places)
+            assert not tell_difference(model, plan, x, gradients=True), places
+    assert kind != "unet2d" or len(seen) > 8
 
 
 @pytest.mark.parametrize("kind", sorted(CAUGHT))

@@ -202,10 +202,10 @@ class _Point:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Which of the tensors that cross is each of those that a stand-in has to return."""
-        keys = [key for _, key in self.sent]
-        more = [one.key for one in self.carried if one.key not in keys]
-        return {one.key: [*keys, *more].index(one.key) for one in self.carried}
+        """Which of the tensors that cross is each of them."""
+        places = [key for _, key in self.sent]
+        places += [one.key for one in self.carried if one.key not in places]
+        return {key: places.index(key) for key in places}
 
 
 def plan_stages(
@@ -416,10 +416,13 @@ def _takers(seen: Recording, call: Call, key: int) -> list[Call]:
 
 
 def _takes(seen: Recording, point: _Point, end: int) -> tuple[Take, ...]:
-    """Up to the call that the next stage begins with, which is told of it as well."""
+    """Up to the call that the next stage begins with, which is told of it as well. What stand-ins return
+    needs no taker, and may be given to modules that are called again with something else."""
+    carried = {one.key for one in point.carried}
     return tuple(
         Take(one.path, where, number)
         for number, (_, key) in enumerate(point.sent)
+        if key not in carried
         for one in _takers(seen, seen.calls[point.call], key)
         if one.start <= end
         for where, value in one.inputs.items()
@@ -558,10 +561,12 @@ def _stand_ins(small: Recording, large: Recording, cut: _Point) -> tuple[StandIn
         def spec(where: Where, leaf: Any, larger: dict[Where, Tensor] = larger) -> Any:
             return spec_of(leaf, larger[where], BATCHES) if isinstance(leaf, Tensor) else leaf
 
+        # Also an argument of the cut, which a later stage may be sent in turn.
         given = tuple(
             (where, numbers[id(tensor)])
             for where, tensor in tensors_in(call.output)
             if id(tensor) in numbers
+            and not any(call.end < when <= clock for when in small.values[id(tensor)].changes)
         )
         order = _order_in(small, index, clock)
         found.append(StandIn(call.path, order, map_leaves(call.output, spec), given))
