@@ -17,24 +17,19 @@ from torch.optim import Optimizer
 from ridgeline.errors import UsageError
 from ridgeline.optim.build import Trainable
 
-ELEMENTWISE = frozenset(
-    {
-        *(
-            "ASGD",
-            "Adadelta",
-            "Adagrad",
-            "Adam",
-            "AdamW",
-            "Adamax",
-            "NAdam",
-            "RAdam",
-            "RMSprop",
-            "Rprop",
-        ),
-        *("SGD", "Lion"),
-    }
+ELEMENTWISE = (
+    *(
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+    ),
+    *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop),
+    *(torch.optim.Rprop, torch.optim.SGD),
 )
-"""Classes that look at each number of a parameter by itself, so that a part is updated as in the whole."""
+"""Those of torch that look at each number of a parameter by itself, so that a part is updated as in the
+whole."""
 
 
 def learn_groups(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
@@ -80,17 +75,24 @@ def adopt(
     given; of one that is not known the caller may say so with `elementwise`.
     """
     name = type(optimizer).__name__
-    if cut and not elementwise and name not in ELEMENTWISE:
+    if cut and not elementwise and not _goes_number_by_number(optimizer):
         raise UsageError(
             f"{name} is given parts of parameters in this layout, and it is not known to treat each number "
             "by itself; if it does, say elementwise=True, else use one of "
-            f"{', '.join(sorted(ELEMENTWISE))}, "
+            f"{', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, "
             "or a layout with dp alone"
         )
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         wanted = set(names)
         group["params"] = [t.parameter for t in trainables if t.name in wanted]
         _choose_kernel(group, name)
+
+
+def _goes_number_by_number(optimizer: Optimizer) -> bool:
+    """One of torch's, or a class of somebody's own that steps as it does."""
+    return any(
+        isinstance(optimizer, kind) and type(optimizer).step is kind.step for kind in ELEMENTWISE
+    )
 
 
 def _choose_kernel(group: dict[str, object], name: str) -> None:

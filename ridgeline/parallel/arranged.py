@@ -131,8 +131,7 @@ class Arranged:
     def require_example(self, what: str) -> tuple[Any, ...] | dict[str, Any]:
         if self.example is None:
             raise UsageError(
-                f"{what} has to see the model run once: give an example input, "
-                "parallelize(model, layout, example_input=x)"
+                f"{what} has to see the model run once: give an example input, example_input=x"
             )
         return self.example
 

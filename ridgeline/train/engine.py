@@ -36,6 +36,7 @@ from ridgeline.parallel.apply import arrange
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.ddp import Replicated
 from ridgeline.parallel.flat import broadcast_module
+from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.mesh import Mesh
 from ridgeline.parallel.precision import AUTOCAST, Precision, Scaler
 from ridgeline.parallel.random import Randomness
@@ -103,6 +104,11 @@ class Engine:
             precision.scaler,
             self.arranged.care(optimizer),
         )
+        self._reach_flat_gradients()
+        self._passes = 0
+        """Forward passes with gradients since the last backward."""
+        self._drawn = 0
+        """Forward passes in training mode since then, each with random numbers of its own."""
         self._micro = 0
         """Microbatches of the step at hand whose gradients are there."""
         self._samples = 0
@@ -139,9 +145,7 @@ class Engine:
         return self._micro + 1 == self.parts
 
     def train(self, mode: bool = True) -> Engine:
-        """Training mode; or evaluation's, for which all ranks get the same statistics."""
-        if not mode:
-            self.arranged.prepare_evaluation()
+        """Training mode, or evaluation's."""
         self.arranged.train(mode)
         return self
 
@@ -155,6 +159,7 @@ class Engine:
         self._require_no_pipeline("engine(...)")
         if torch.is_grad_enabled():
             self._compare((args, kwargs))
+            self._passes += 1
         self._begin((args, kwargs), self._micro)
         # Replicas meet in a forward pass of training alone: one rank may evaluate by itself.
         called = self.arranged.objective if torch.is_grad_enabled() else self.arranged.model
@@ -174,6 +179,14 @@ class Engine:
                 "engine.backward was called twice without engine.step() between; add the losses, and call "
                 "it once"
             )
+        if not self._passes:
+            raise UsageError(
+                "engine.backward was given a loss of which no forward pass went through engine(...): what "
+                "the "
+                "model itself or a method of it computes would not be exchanged with other ranks; call "
+                "engine(x)"
+            )
+        self._passes = self._drawn = 0
         with self._reducing():
             self._precision.backward(loss * self._weight())
         if self.ends_step:
@@ -223,6 +236,7 @@ class Engine:
         loss = self._require_loss("eval_batch")
         was_training = self.module.training
         self.train(False)
+        self.arranged.prepare_evaluation()
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for inputs, targets in self._each(batches):
             with self._precision.autocast(), self.arranged.inside():
@@ -238,14 +252,18 @@ class Engine:
 
     def forget(self) -> None:
         """Leave a step that was begun: its gradients are dropped, and the next microbatch is the first."""
-        self._micro = self._samples = 0
+        self._micro = self._samples = self._passes = self._drawn = 0
         self._pending = False
-        for flat in self.arranged.flats:
-            flat.clear_gradients()
         self._optimizer.zero_grad(set_to_none=True)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's, under its own names, on the first rank and empty elsewhere; all ranks call
+        it."""
+        return full_state(self.arranged)
+
     def state_dict(self) -> dict[str, Any]:
-        """What is beside weights and optimizer: the counts, and the loss scale of fp16."""
+        """What is beside weights and optimizer: the counts, and the loss scale of fp16. For checkpoints;
+        weights are in `weights()`."""
         scaler = self._precision.scaler
         return {
             "num_steps": self.num_steps,
@@ -277,7 +295,23 @@ class Engine:
             )
         else:
             found, key = torch.from_numpy(ids).to(self._mesh.device), self._dealt.key
-        self._randomness.begin(key, found)
+        # A second pass over the same samples (as for a consistency loss) drops others.
+        self._randomness.begin(key + (self._drawn << 48), found)
+        if self.arranged.staged is None:
+            self._drawn += self.module.training
+
+    def _reach_flat_gradients(self) -> None:
+        """`optimizer.zero_grad()` of a loop (a GAN's, after the other's step) clears these as well."""
+        flats, clear = self.arranged.flats, self._optimizer.zero_grad
+        if not flats:
+            return
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            for flat in flats:
+                flat.clear_gradients()
+            clear(set_to_none=set_to_none)
+
+        self._optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     @property
     def _all_steps(self) -> int:
@@ -334,6 +368,12 @@ class Engine:
     def _each(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """As many microbatches as a step has, on this rank's device."""
         found = iter(batches)
+        if found is not batches:
+            raise UsageError(
+                f"engine was given a {type(batches).__name__} to take microbatches from, which would begin "
+                "anew "
+                "in each step; give iter(...) of it, once for an epoch"
+            )
         for index in range(self.parts):
             try:
                 batch = next(found)

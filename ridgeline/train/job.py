@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ class Job:
         self._has_autocast = False
         self._arranged: dict[int, Arranged] = {}
         """Of every model given to `parallelize`, by the id of what came back."""
+        self._engined: WeakSet[nn.Module] = WeakSet()
 
     @property
     def rank(self) -> int:
@@ -151,6 +153,12 @@ class Job:
         from ridgeline.train.engine import Engine
 
         ddp = _read_options("engine", options)
+        if model in self._engined:
+            raise UsageError(
+                "job.engine(model, ...) was called on this model before; make one engine of it, with one "
+                "optimizer of several groups"
+            )
+        self._engined.add(model)
         model, tune = self._prepare(model)
         engine = Engine(
             self._mesh,

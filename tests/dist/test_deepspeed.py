@@ -85,7 +85,7 @@ def layers() -> deepspeed.PipelineModule:
             ),
             spec(nn.Linear, 6, 4),
         ],
-        num_stages=2, loss_fn=F.cross_entropy,
+        num_stages=2, loss_fn=nn.CrossEntropyLoss(),
     )  # fmt: skip
 
 
@@ -192,6 +192,39 @@ def order() -> list[Any]:
     return [torch.from_numpy(plan.parts[0]) for plan in plans[:4]]
 
 
+class Own(nn.Module):
+    """Takes its targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop = Net(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.drop(self.net(x)), y)
+
+
+def test_a_model_that_takes_its_targets_needs_no_example() -> None:
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    engine, _, loader, _ = deepspeed.initialize(
+        model=Own().double(), training_data=samples(), config=config
+    )
+    before = engine.get_lr(), weights_of(engine)
+    for x, y in loader:
+        engine.zero_grad()
+        engine.backward(engine(x, y))
+        engine.step()
+    assert engine.global_steps == 5
+    assert not torch.equal(weights_of(engine), before[1])
+    with pytest.raises(AttributeError, match="deepspeed's engine has no 'cur_scale'"):
+        _ = engine.cur_scale
+    with pytest.raises(UsageError, match="no forward pass went through engine"):
+        engine.backward(engine.module(*samples()[0:4]))
+
+
+def weights_of(engine: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+
+
 def test_what_scripts_import_is_there() -> None:
     parser = deepspeed.add_config_arguments(ArgumentParser())
     assert parser.parse_args(["--deepspeed", "--deepspeed_config", "x"]).deepspeed_config == "x"
@@ -259,7 +292,7 @@ def refuse(what: str, folder: str) -> None:
         ("schedule", "did you mean 'WarmupLR'"),
         ("schedule's parameter", "did you mean 'warmup_num_steps'"),
         ("layers", "layer 1 of a PipelineModule is a int"),
-        ("client", "no plain data"),
+        ("client", "holds a ArgumentParser; give plain data"),
         ("theirs", "zero_to_fp32"),
         ("tag", "no checkpoint in .*other"),
         ("data", "has no data"),

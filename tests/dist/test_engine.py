@@ -316,16 +316,23 @@ def test_what_the_optimizer_has_not_stays_and_is_named(ranks: Any, layout: str) 
     assert all(name.startswith("blocks.3.") for name in moved)
 
 
+class Same(torch.optim.SGD):
+    """Somebody's own name for torch's."""
+
+
 class Odd(torch.optim.SGD):
     """An optimizer of somebody's own."""
 
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
 
-def odd(layout: str, promises: bool) -> list[float]:
+
+def odd(layout: str, promises: bool, kind: Any = Odd) -> list[float]:
     job = ridgeline.start(layout, seed=3)
     model = Writer(drop=0.0).double()
     engine = job.engine(
         model,
-        Odd(model.parameters(), lr=0.1),
+        kind(model.parameters(), lr=0.1),
         loss=loss_of,
         elementwise=promises,
         example_input=data("text")[0:2][0],
@@ -338,6 +345,7 @@ def test_an_unknown_optimizer_gets_whole_parameters_or_a_promise(ranks: Any) -> 
     expected = odd("", False)
     assert ranks(2, odd, "dp=2", False)[0] == pytest.approx(expected, rel=1e-10)
     assert ranks(2, odd, "dp=2,zero=2", True)[1] == pytest.approx(expected, rel=1e-10)
+    assert ranks(2, odd, "dp=2,zero=2", False, Same)[1] == pytest.approx(expected, rel=1e-10)
     for layout in ("dp=2,zero=1", "tp=2", "dp=2,zero=3"):
         with pytest.raises(Exception, match=r"Odd is given parts of parameters.*elementwise=True"):
             ranks(2, odd, layout, False)
@@ -494,6 +502,10 @@ def refuse(layout: str, what: str) -> None:
         engine.backward(engine(images).sum())
     if what == "no loss":
         engine.train_batch(iter([(images, None)]))
+    if what == "beside":
+        engine.backward(model(images).sum())
+    if what == "again":
+        job.engine(model, optimizer)
     if what == "parallelize":
         job.parallelize(model)
     raise AssertionError("nothing was refused")
@@ -508,6 +520,8 @@ def refuse(layout: str, what: str) -> None:
         ("step", "", r"no gradients yet"),
         ("vector", "", r"shape \[11\]; give the mean loss"),
         ("twice", "", r"called twice without"),
+        ("beside", "", r"no forward pass went through engine"),
+        ("again", "", r"called on this model before"),
         ("no loss", "", r"job\.engine\(\.\.\., loss=function\)"),
         ("parallelize", "accumulate=2", r"accumulate=2 needs an engine"),
         ("parallelize", "precision=fp16", r"needs loss scaling, which an engine does"),
@@ -516,6 +530,68 @@ def refuse(layout: str, what: str) -> None:
 def test_refusals(what: str, layout: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         refuse(layout, what)
+
+
+def adversaries(layout: str) -> list[float]:
+    """Two engines in one job; the generator's backward goes through the discriminator."""
+    job = ridgeline.start(layout, seed=5)
+    torch.manual_seed(5)
+    makes, judges = nn.Linear(4, 6).double(), nn.Linear(6, 1).double()
+    of_makes = torch.optim.Adam(makes.parameters(), lr=0.05)
+    of_judges = torch.optim.Adam(judges.parameters(), lr=0.05)
+    first = job.engine(makes, of_makes, example_input=torch.ones(2, 4).double())
+    second = job.engine(judges, of_judges, example_input=torch.ones(2, 6).double())
+    generator = torch.Generator().manual_seed(1)
+    real = torch.randn(20, 6, generator=generator, dtype=torch.float64)
+    noise = torch.randn(20, 4, generator=generator, dtype=torch.float64)
+    losses = []
+    for x, z in job.loader(TensorDataset(real, noise), batch_size=4):
+        made = first(z)
+        judged = -(second(x).sigmoid().log() + (1 - second(made.detach()).sigmoid()).log()).mean()
+        second.backward(judged)
+        second.step()
+        fooled = -second(made).sigmoid().log().mean()
+        first.backward(fooled)
+        first.step()
+        of_judges.zero_grad()
+        losses += [job.mean(judged), job.mean(fooled)]
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
+def test_two_engines_and_a_backward_through_both(ranks: Any, layout: str) -> None:
+    expected = adversaries("")
+    assert ranks(2, adversaries, layout)[1] == pytest.approx(expected, rel=1e-10)
+
+
+def test_each_pass_drops_other_elements_and_a_backward_begins_anew() -> None:
+    job = ridgeline.start(seed=1)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5))
+    engine = job.engine(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    x = torch.ones(3, 6)
+    first, second = engine(x), engine(x)
+    assert not torch.equal(first, second)
+    engine.backward((first + second).mean())
+    engine.step()
+    with torch.no_grad():
+        drawn = torch.stack([engine(x) for _ in range(4)])
+    assert drawn.var(0).max() > 0
+    assert torch.equal(engine.eval()(x), engine(x))
+
+
+def test_weights_are_whole_for_whoever_saves_them(ranks: Any) -> None:
+    for layout in ("tp=2", "dp=2,zero=3"):
+        shapes, nothing = ranks(2, shapes_of, layout)
+        assert shapes == {name: list(value.shape) for name, value in Writer().state_dict().items()}
+        assert not nothing
+
+
+def shapes_of(layout: str) -> dict[str, list[int]]:
+    job = ridgeline.start(layout)
+    model = Writer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = job.engine(model, optimizer, example_input=data("text")[0:2][0])
+    return {name: list(value.shape) for name, value in engine.weights().items()}
 
 
 def test_a_pipeline_without_a_loss_is_refused(ranks: Any) -> None:
@@ -533,6 +609,14 @@ def test_batches_that_end_in_a_step_are_refused() -> None:
         engine.train_batch(iter([data("image")[0:2]] * 3))
     engine.forget()
     assert torch.isfinite(engine.train_batch(iter([data("image")[0:2]] * 3)))
+
+
+def test_a_loader_that_would_begin_anew_is_refused() -> None:
+    job = ridgeline.start()
+    model = Picture().double()
+    engine = job.engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of)
+    with pytest.raises(UsageError, match=r"given a JobLoader .* begin anew in each step; give iter\("):
+        engine.train_batch(job.loader(data("image"), batch_size=4))
 
 
 def test_batch_sizes_name_replicas_and_microbatches() -> None:

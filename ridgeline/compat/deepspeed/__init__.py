@@ -23,11 +23,14 @@ from ridgeline.compat.deepspeed.engine import DeepSpeedEngine
 from ridgeline.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from ridgeline.errors import UsageError
 
+__version__ = "0.19.8"
+"""Of the interface: what it was held against."""
 _ELSEWHERE = {
     "init_inference": "`ridgeline export` makes a package for C++ programs",
     "moe": "`ridgeline.layout` with ep=n spreads the experts of any mixture",
     "tp_model_init": 'put "tensor_parallel": {"autotp_size": n} into the configuration',
     "InferenceEngine": "`ridgeline export` makes a package for C++ programs",
+    "runtime": "schedules are named in the configuration, topologies in ridgeline.layout",
     "ops": "import ridgeline.compat.deepspeed.ops.adam",
     "profiling": "`ridgeline doctor train.py`",
 }

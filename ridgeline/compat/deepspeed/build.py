@@ -59,11 +59,12 @@ def build(
         if asked.layout.pp > 1 and loss is None:
             raise UsageError("PipelineModule(loss_fn=...): give the function of outputs and labels")
     job = start(asked.layout, seed=_agree_on_seed())
-    for note in (*notes, *asked.notes) if job.is_main else ():
+    for note in (f"layout {job.layout}", *notes, *asked.notes) if job.is_main else ():
         print(f"{OURS}{note}", file=sys.stderr)
     model = model.to(job.device)
     made = _optimizer(asked, optimizer, model, model_parameters)
-    if example is None and training_data is not None and len(training_data):
+    looks = asked.layout.world_size > asked.layout.dp
+    if example is None and (looks or asked.layout.ep > 1) and training_data is not None:
         example = _example(training_data, collate)
     engine = job.engine(
         model,

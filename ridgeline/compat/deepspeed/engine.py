@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import time
@@ -91,7 +90,13 @@ class DeepSpeedEngine:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._engine.module, name)
+        try:
+            return getattr(self._engine.module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"deepspeed's engine has no {name!r} in ridgeline.compat.deepspeed, and the model has none "
+                "either"
+            ) from None
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         self._engine.train(mode)
@@ -119,7 +124,8 @@ class DeepSpeedEngine:
             self._after_update(lr_kwargs)
 
     def zero_grad(self) -> None:
-        """Done by `step`."""
+        """Of this engine's parameters, into which another's backward may have gone; `step` does it, too."""
+        self.optimizer.zero_grad()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One update, of as many microbatches as a step has; the mean loss."""
@@ -367,22 +373,15 @@ class DeepSpeedEngine:
         return self._savers[folder]
 
     def _write_client(self, folder: Path, state: dict[str, Any]) -> None:
-        """By the first rank; checked to be readable as data alone."""
-        if not self._job.is_main:
-            return
-        held = io.BytesIO()
-        try:
-            torch.save(state, held)
-            held.seek(0)
-            torch.load(held, weights_only=True)
-        except Exception as error:
-            first = str(error).splitlines()[0]
+        """By the first rank; what it may hold is looked at by all, so that all are told."""
+        if strange := _strange(state):
             raise UsageError(
-                f"engine.save_checkpoint(client_state=...) holds what is no plain data ({first}); give "
-                "numbers, "
-                "strings, tensors, and lists and dictionaries of them"
-            ) from None
-        (folder / CLIENT).write_bytes(held.getvalue())
+                f"engine.save_checkpoint(client_state=...) holds a {strange}; give plain data: numbers, "
+                "strings, "
+                "tensors, and lists and dictionaries of them (vars(args) for an argparse.Namespace)"
+            )
+        if self._job.is_main:
+            torch.save(state, folder / CLIENT)
 
     def _agree_on_tag(self, folder: Path, tag: Any) -> str | None:
         """The first rank's answer: others may not see a new file yet."""
@@ -401,6 +400,17 @@ class DeepSpeedEngine:
 def build_loader(job: Job, dataset: Any, batch: int, collate: Any, drop_last: bool) -> JobLoader:
     options = {"collate": collate} if collate is not None else {}
     return job.loader(dataset, batch_size=batch, drop_last=drop_last, **options)
+
+
+def _strange(value: Any) -> str:
+    """The type of something in it that is no plain data; empty where all is."""
+    if value is None or type(value) in (bool, int, float, str, bytes) or type(value) is Tensor:
+        return ""
+    if type(value) in (list, tuple):
+        return next(filter(None, map(_strange, value)), "")
+    if type(value) is dict:
+        return next(filter(None, map(_strange, [*value, *value.values()])), "")
+    return type(value).__name__
 
 
 def _refuse_theirs(folder: Path) -> None:

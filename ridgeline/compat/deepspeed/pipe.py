@@ -97,7 +97,8 @@ class PipelineModule(nn.Sequential):
                 "PipelineModule(seed_layers=...) is not here; all ranks build all layers, from one seed"
             )
         super().__init__(*_build(layers))
-        self.num_stages, self.loss_fn = num_stages, loss_fn
+        self.num_stages = num_stages
+        self.__dict__["loss_fn"] = loss_fn  # one that is a module is no layer
         self.recomputes = activation_checkpoint_interval > 0
         self.ignored = [name for name, value in others.items() if value]
         if partition_method != "parameters":
