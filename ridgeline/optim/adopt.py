@@ -40,6 +40,11 @@ def learn_groups(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
             f"the {type(optimizer).__name__} given has done steps already, and its state is of whole "
             "parameters; give a new one, and load a checkpoint after that"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS runs the model several times in a step, by a closure, which an engine does not; use one "
+            "that steps once, such as AdamW"
+        )
     groups = []
     for group in optimizer.param_groups:
         strange = [p for p in group["params"] if id(p) not in names]

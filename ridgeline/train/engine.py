@@ -182,9 +182,8 @@ class Engine:
         if not self._passes:
             raise UsageError(
                 "engine.backward was given a loss of which no forward pass went through engine(...): what "
-                "the "
-                "model itself or a method of it computes would not be exchanged with other ranks; call "
-                "engine(x)"
+                "the model itself or a method of it computes would not be exchanged with other ranks; "
+                "call engine(x)"
             )
         self._passes = self._drawn = 0
         with self._reducing():

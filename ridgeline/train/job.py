@@ -65,6 +65,7 @@ class Job:
         self._arranged: dict[int, Arranged] = {}
         """Of every model given to `parallelize`, by the id of what came back."""
         self._engined: WeakSet[nn.Module] = WeakSet()
+        self._has_engine = False
 
     @property
     def rank(self) -> int:
@@ -120,7 +121,7 @@ class Job:
         `ridgeline.config.DdpConfig`: bucket_mb, sync_batch_norm, find_unused.
         """
         ddp = _read_options("parallelize", options)
-        _require_own_step(self.layout)
+        self._require_own_step()
         model, tune = self._prepare(model)
         arranged = arrange_own(
             model, self.layout, example_input, self._mesh, self._share, ddp, tune
@@ -159,6 +160,7 @@ class Job:
                 "optimizer of several groups"
             )
         self._engined.add(model)
+        self._has_engine = True
         model, tune = self._prepare(model)
         engine = Engine(
             self._mesh,
@@ -253,6 +255,7 @@ class Job:
 
     def autocast(self) -> AbstractContextManager[None]:
         """The layout's precision, for the forward pass."""
+        self._require_own_step()
         self._has_autocast = True
         return self._precision.autocast()
 
@@ -262,10 +265,26 @@ class Job:
         Exact for uneven batches too: each rank counts for the samples it really had. That holds
         inside the loop over a `loader`; after it there is no batch at hand and ranks count alike.
         """
+        self._require_own_step()
         self._check_precision()
         number = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
         total = self._mesh.sum_over_data(number * self._share.scale)
         return float(total / self._mesh.data_size)
+
+    def _require_own_step(self) -> None:
+        """What an engine does for a loop, and a loop that steps itself would have to do."""
+        if self._has_engine:
+            return
+        if self.layout.accumulate > 1:
+            raise UsageError(
+                f"accumulate={self.layout.accumulate} needs an engine (job.engine(model, optimizer)); or "
+                "leave it out, and call optimizer.step() every so many batches"
+            )
+        if self.layout.precision == "fp16":
+            raise UsageError(
+                "precision=fp16 needs loss scaling, which an engine does (job.engine(model, optimizer)); "
+                "or use precision=bf16"
+            )
 
     def _check_precision(self) -> None:
         """Said once, where the loop has had a loss by now and never asked for the precision."""
@@ -450,21 +469,6 @@ def _read_options(name: str, options: dict[str, Any]) -> DdpConfig:
         return DdpConfig(**options)
     except TypeError as error:
         raise UsageError(f"{name}: {error}") from None
-
-
-def _require_own_step(layout: Layout) -> None:
-    """What the engine does for a loop, and a loop that steps itself would have to do."""
-    if layout.accumulate > 1:
-        raise UsageError(
-            f"parallelize: accumulate={layout.accumulate} needs an engine (job.engine(model, optimizer)); "
-            "or "
-            "leave it out, and call optimizer.step() every so many batches"
-        )
-    if layout.precision == "fp16":
-        raise UsageError(
-            "parallelize: precision=fp16 needs loss scaling, which an engine does (job.engine(model, "
-            "optimizer)); or use precision=bf16"
-        )
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

@@ -486,5 +486,7 @@ def test_a_loader_inside_a_loop_leaves_the_weights_alone(ranks: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["accumulate=4", "precision=fp16"])
 def test_what_an_own_loop_would_ignore_is_refused(layout: str) -> None:
-    with pytest.raises(ridgeline.UsageError, match=layout):
-        ridgeline.start(layout, device="cpu")
+    job = ridgeline.start(layout, device="cpu")
+    for asked in (lambda: job.parallelize(nn.Linear(2, 2)), job.autocast, lambda: job.mean(1.0)):
+        with pytest.raises(ridgeline.UsageError, match=rf"{layout} needs .*job\.engine"):
+            asked()

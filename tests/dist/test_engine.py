@@ -484,6 +484,8 @@ def refuse(layout: str, what: str) -> None:
         job.engine(model, optimizer)
     if what == "clip":
         job.engine(model, optimizer, clip=0.0)
+    if what == "closure":
+        job.engine(model, torch.optim.LBFGS(model.parameters()))
     if what == "strange":
         job.engine(model, torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
     if what == "used":
@@ -515,6 +517,7 @@ def refuse(layout: str, what: str) -> None:
     ("what", "layout", "text"),
     [
         ("clip", "", r"clip=0\.0"),
+        ("closure", "", r"LBFGS runs the model several times"),
         ("strange", "", r"shape \[3\] that is not the model's"),
         ("used", "", r"done steps already"),
         ("step", "", r"no gradients yet"),

@@ -143,10 +143,10 @@ REDUCED: dict[str, tuple[str, ...]] = {
     "mixture": ("dp=2,ep=2", "dp=4,zero=1,ep=2", "dp=2,zero=3,ep=2,precision=fp16"),
     "mixture-stacked": ("dp=2,zero=2,pp=2,microbatches=2,ep=2", "dp=2,ep=2,precision=bf16"),
     "hf-mixtral": ("dp=2,zero=1,ep=2",),
-    "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2", "pp=2,microbatches=2"),
+    "unet": ("spatial=2", "spatial=2x2", "dp=2,spatial=2x2", "pp=2,microbatches=2,schedule=gpipe"),
     "unet-batchnorm": ("dp=2,spatial=2",),
     "cnn": (
-        "dp=2,zero=3", "spatial=2", "tp=2", "dp=2,zero=3,precision=bf16",
+        "dp=2,zero=3", "recompute=selective", "spatial=2", "tp=2", "dp=2,zero=3,precision=bf16",
         "spatial=2,precision=fp16",
     ),
     "mlp": ("tp=2", "dp=2,pp=2,microbatches=2", "pp=2,microbatches=2,precision=bf16"),
@@ -163,6 +163,7 @@ FURTHER: dict[str, tuple[str, ...]] = {
     "llama-packed": ("dp=2", "tp=2", "dp=2,sync=local:2"),
     "unet": (
         "dp=2,zero=2,pp=2,microbatches=2", "pp=4,microbatches=4", "pp=2,microbatches=2,recompute=full",
+        "pp=2,microbatches=2",
         "pp=2,microbatches=4,schedule=interleaved,virtual=2",
     ),
 }  # fmt: skip
