@@ -121,7 +121,7 @@ class Job:
         `ridgeline.config.DdpConfig`: bucket_mb, sync_batch_norm, find_unused.
         """
         ddp = _read_options("parallelize", options)
-        self._require_own_step()
+        self._require_own_step(False)
         model, tune = self._prepare(model)
         arranged = arrange_own(
             model, self.layout, example_input, self._mesh, self._share, ddp, tune
@@ -255,7 +255,7 @@ class Job:
 
     def autocast(self) -> AbstractContextManager[None]:
         """The layout's precision, for the forward pass."""
-        self._require_own_step()
+        self._require_own_step(self._has_engine)
         self._has_autocast = True
         return self._precision.autocast()
 
@@ -265,15 +265,15 @@ class Job:
         Exact for uneven batches too: each rank counts for the samples it really had. That holds
         inside the loop over a `loader`; after it there is no batch at hand and ranks count alike.
         """
-        self._require_own_step()
+        self._require_own_step(self._has_engine)
         self._check_precision()
         number = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
         total = self._mesh.sum_over_data(number * self._share.scale)
         return float(total / self._mesh.data_size)
 
-    def _require_own_step(self) -> None:
+    def _require_own_step(self, has_engine: bool) -> None:
         """What an engine does for a loop, and a loop that steps itself would have to do."""
-        if self._has_engine:
+        if has_engine:
             return
         if self.layout.accumulate > 1:
             raise UsageError(
