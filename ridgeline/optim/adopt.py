@@ -7,6 +7,7 @@ groups are others. Called by `train/engine.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -94,9 +95,11 @@ def adopt(
 
 
 def _goes_number_by_number(optimizer: Optimizer) -> bool:
-    """One of torch's, or a class of somebody's own that steps as it does."""
+    """One of torch's, or a class of somebody's own that steps as it does. Torch puts a hook around the step
+    of each class when it is first made."""
+    step = inspect.unwrap(type(optimizer).step)
     return any(
-        isinstance(optimizer, kind) and type(optimizer).step is kind.step for kind in ELEMENTWISE
+        isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in ELEMENTWISE
     )
 
 
