@@ -276,6 +276,16 @@ def refuse(what: str, folder: str) -> None:
         engine.load_checkpoint(folder, "other")
     if what == "data":
         engine.train_batch()
+    if what == "frozen":
+        engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    if what == "frozen model":
+        engine.save_16bit_model(folder, exclude_frozen_parameters=True)
+    if what == "sampler":
+        engine.deepspeed_io(samples(), data_sampler=range(SAMPLES))
+    if what == "logits":
+        engine.eval_batch(iter([]), compute_loss=False)
+    if what == "graph":
+        engine.backward(torch.zeros(()), retain_graph=True)
     if what == "compile":
         engine.compile()
     raise AssertionError("nothing was refused")
@@ -297,6 +307,11 @@ def refuse(what: str, folder: str) -> None:
         ("tag", "no checkpoint in .*other"),
         ("data", "has no data"),
         ("compile", "comes too late"),
+        ("frozen", r"exclude_frozen_parameters=\.\.\.\) is not here"),
+        ("frozen model", r"save_16bit_model\(exclude_frozen"),
+        ("sampler", r"data_sampler=\.\.\.\) is not here; use a DataLoader"),
+        ("logits", r"compute_loss=\.\.\.\) is not here"),
+        ("graph", r"retain_graph=\.\.\.\) is not here"),
     ],
 )
 def test_refusals(what: str, text: str, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ class DeepSpeedEngine:
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, **options: Any) -> Tensor:
         """Gradients of the mean loss of one forward pass; it is divided by the passes of a step here."""
+        _refuse("backward", options, "it goes through the graph once; add the losses before it")
         self._engine.backward(loss if scale_wrt_gas else loss * self._engine.parts)
         return loss
 
@@ -138,10 +139,11 @@ class DeepSpeedEngine:
         self, data_iter: Iterator[Any], return_logits: bool = False, **options: Any
     ) -> Tensor:
         """The mean loss of as many microbatches as a step has."""
-        if return_logits:
-            raise UsageError(
-                "engine.eval_batch(return_logits=True) is not here; it gives the mean loss"
-            )
+        asked = {
+            "return_logits": return_logits,
+            "compute_loss": options.get("compute_loss", True) is False,
+        }
+        _refuse("eval_batch", asked, "it gives the mean loss")
         return self._engine.eval_batch(data_iter)
 
     def _own_batches(self) -> Iterator[Any]:
@@ -225,7 +227,9 @@ class DeepSpeedEngine:
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **options: Any
     ) -> JobLoader:
-        """A loader of this rank's microbatches."""
+        """A loader of this rank's microbatches; how many read and where to is its own."""
+        sampler = {"data_sampler": options.get("data_sampler") is not None}
+        _refuse("deepspeed_io", sampler, "use a DataLoader of your own, by engine.dp_world_size")
         size = self._asked.batch
         if batch_size is not None:
             size = batch_size * self._asked.parts * self._asked.layout.dp
@@ -250,6 +254,8 @@ class DeepSpeedEngine:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """A checkpoint of ours in `save_dir/tag`, which every layout reads; all ranks call it."""
+        frozen = {"exclude_frozen_parameters": exclude_frozen_parameters}
+        _refuse("save_checkpoint", frozen, "a checkpoint has all weights; leave it out")
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         folder = Path(save_dir) / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -342,6 +348,8 @@ class DeepSpeedEngine:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """The whole model's weights in one file, in 16 bits where the training is; all ranks call it."""
+        frozen = {"exclude_frozen_parameters": exclude_frozen_parameters}
+        _refuse("save_16bit_model", frozen, "the file has all weights; leave it out")
         weights = full_state(self._engine.arranged)
         if self._job.is_main:
             narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._job.layout.precision)
@@ -395,6 +403,13 @@ class DeepSpeedEngine:
     def _wait(self) -> None:
         if self._job.mesh.world_group is not None:
             dist.barrier(self._job.mesh.world_group)
+
+
+def _refuse(method: str, options: Mapping[str, Any], instead: str) -> None:
+    """What is asked for and would be ignored."""
+    asked = [name for name, value in options.items() if value]
+    if asked:
+        raise UsageError(f"engine.{method}({asked[0]}=...) is not here; {instead}")
 
 
 def build_loader(job: Job, dataset: Any, batch: int, collate: Any, drop_last: bool) -> JobLoader:
