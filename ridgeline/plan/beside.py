@@ -20,7 +20,7 @@ from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import collective_s
 from ridgeline.plan.own import is_half, own_activations, own_wire
 from ridgeline.plan.software import RIDGELINE
-from ridgeline.plan.transformer import Transformer
+from ridgeline.plan.transformer import Transformer, tell_heads
 
 ASSUMED_LINK: Final = 25e9
 """Bytes a second and direction where the machine does not say: PCIe 4 with 16 lanes, as copies reach it."""
@@ -44,8 +44,9 @@ def link_bandwidth(machine: Machine) -> float:
 
 
 def assumptions(job: Job) -> list[str]:
-    """What was not known of the machine and had to be assumed, as sentences."""
-    said = []
+    """What was not known of the machine and had to be assumed, and what is not as the layout says, as
+    sentences."""
+    said = tell_heads(job.model, job.tp)
     if job.offload != "none" and not job.machine.host_link_bandwidth:
         said.append(
             f"the link to the host of {job.machine.name} is not known and is taken as "

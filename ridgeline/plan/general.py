@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -77,6 +78,11 @@ class ModuleJob(Placed):
         return self.global_batch * self.model.units_per_sample
 
     @cached_property
+    def parts(self) -> float:
+        """What a rank has of what is split is that share of: 3 heads are 2 on the larger of two ranks."""
+        return self.model.splits / math.ceil(self.model.splits / self.tp)
+
+    @cached_property
     def mode(self) -> str:
         if element_bytes(self.precision) == 4:
             return "wide"
@@ -85,7 +91,7 @@ class ModuleJob(Placed):
     @cached_property
     def part(self) -> Share:
         return Share(
-            self.samples, self.tp, self.sp, self.spatial, self.mode, self.precision,
+            self.samples, self.tp, self.parts, self.sp, self.spatial, self.mode, self.precision,
             self.software.compiled, self.zero == 3, self.ep,
         )  # fmt: skip
 
@@ -129,6 +135,8 @@ class Share:
 
     samples: int
     tp: int = 1
+    parts: float = 1.0
+    """What a rank has of what is split is that share of: `tp`, or less where that does not divide it."""
     sp: bool = False
     spatial: tuple[int, int] = (1, 1)
     mode: str = "cast"
@@ -146,7 +154,7 @@ class Share:
         samples = self.samples / self.tiles
         whole = amount.whole.at(samples) / (self.tp if self.sp else 1)
         apart = amount.experts.at(samples) / self.ep
-        return whole + apart + amount.gathered.at(samples) + amount.split.at(samples) / self.tp
+        return whole + apart + amount.gathered.at(samples) + amount.split.at(samples) / self.parts
 
 
 def module_job(
@@ -178,8 +186,8 @@ def module_job(
 
 def check_module(model: ModuleFacts, layout: Layout) -> None:
     """What a layout asks of a module that it has not."""
-    if layout.tp > 1 and model.splits % layout.tp:
-        why = model.whole or f"what it divides comes in {model.splits} parts"
+    if layout.tp > 1 and model.splits == 1:
+        why = model.whole or "what it divides comes in one part"
         raise UsageError(f"tp={layout.tp} of {layout} is not for {model.name}: {why}; use tp=1")
     if layout.cp > 1:
         raise UsageError(
@@ -203,6 +211,18 @@ def check_module(model: ModuleFacts, layout: Layout) -> None:
             f"{layout.pp * layout.virtual} stages of {layout} are more than the {most} parts that "
             f"{model.name} can be cut into; use pp={most} or less"
         )
+
+
+def tell_parts(job: ModuleJob) -> list[str]:
+    """What becomes of parts that do not divide, in a sentence."""
+    if job.tp == 1 or job.model.splits % job.tp == 0:
+        return []
+    each = math.ceil(job.model.splits / job.tp)
+    return [
+        f"the {job.model.splits} parts (heads) that {job.model.name} divides into do not divide over "
+        f"tp={job.tp}: planned as {each} of them on a rank. Training fills them up to as many, or leaves "
+        "the attention whole where the model counts its heads itself, and says so as it starts"
+    ]
 
 
 def _check_experts(model: ModuleFacts, layout: Layout) -> None:
@@ -239,7 +259,7 @@ def product_s(device: Device, product: Product, part: Share) -> float:
         "k": product.k.at(part.samples), "batch": product.batch.at(part.samples),
     }  # fmt: skip
     if product.split:
-        sizes[product.split] /= part.tp
+        sizes[product.split] /= part.parts
     if product.kind == "grouped" and part.ep > 1:
         # As many rows come from the others as go there, for fewer experts.
         sizes["batch"] /= part.ep
@@ -266,7 +286,7 @@ def _direction(device: Device, work: Work, part: Share, backward: bool) -> Cost:
     for one in work.attention:
         if one.kind != "fused":
             continue
-        heads = one.heads / (part.tp if one.split else 1)
+        heads = one.heads / (part.parts if one.split else 1)
         num_fused += one.count
         width = next((w for w in HEADS if w >= one.width), one.width)
         attention += one.count * flash_s(
@@ -299,7 +319,7 @@ def block_cost(
     backward = _direction(machine.device, costs.backward, part, True)
     if part.sharded and not part.compiled:
         # Gathered pieces are copied into weights, twice; gradients into pieces of float32.
-        count, trained = it.parameters_of(part.tp, part.ep), it.trainable_of(part.tp, part.ep)
+        count, trained = it.parameters_of(part.parts, part.ep), it.trainable_of(part.parts, part.ep)
         forward += Cost(elementwise=moved_s(machine.device, 4.0 * count, 0))
         copied = 4.0 * count + 6.0 * UPCAST * trained
         backward += Cost(elementwise=moved_s(machine.device, copied, 0))

@@ -117,11 +117,13 @@ def module_stage_memory(job: ModuleJob, rank: int) -> StepMemory:
     if job.zero == 3:
         # What is in no block stays gathered, and of blocks the one at work and the next; in a pipeline
         # all of a stage does through the step, and its gradients add up in float32 until its end.
-        sizes = [(n * b.parameters_of(job.tp, job.ep), b.recompute == "block") for b, n in blocks]
+        sizes = [
+            (n * b.parameters_of(job.parts, job.ep), b.recompute == "block") for b, n in blocks
+        ]
         loose = sum(size for size, is_block in sizes if job.pp > 1 or not is_block)
         most = max(
             (
-                b.parameters_of(job.tp, job.ep)
+                b.parameters_of(job.parts, job.ep)
                 for b, _ in blocks
                 if job.pp == 1 and b.recompute == "block"
             ),
@@ -169,7 +171,7 @@ def _largest(job: ModuleJob, blocks: list[tuple[Block, int]], each: float) -> tu
     for (block, n), start in zip(reversed(blocks), reversed(starts), strict=True):
         # The last of equal blocks has most before it, the first has most gradients behind it.
         per_block = kept_bytes(job, block)
-        trained = block.trainable_of(job.tp, job.ep)
+        trained = block.trainable_of(job.parts, job.ep)
         gradient = each * trained
         back = _backward(job, block, each > 0 and job.zero == 0)
         if job.zero == 2:

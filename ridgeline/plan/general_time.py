@@ -52,7 +52,9 @@ def _stages(job: ModuleJob) -> list[Stage]:
 
 def parameters_of(job: ModuleJob, rank: int) -> float:
     """Of one stage on one tensor-parallel rank, but for experts that it shares with others."""
-    own = sum(count * block.parameters_of(job.tp, job.ep) for block, count in job.blocks_of(rank))
+    own = sum(
+        count * block.parameters_of(job.parts, job.ep) for block, count in job.blocks_of(rank)
+    )
     return own + _tied(job, rank)
 
 
@@ -67,13 +69,13 @@ def _tied(job: ModuleJob, rank: int) -> float:
     if job.pp == 1 or rank < job.pp - 1:
         return 0.0
     first = job.model.blocks[0]
-    share = first.parameters_of(job.tp) / first.parameters if first.parameters else 1.0
+    share = first.parameters_of(job.parts) / first.parameters if first.parameters else 1.0
     return job.model.tied_parameters * share
 
 
 def trainable_of(job: ModuleJob, rank: int) -> float:
     """Of those, the ones that have gradients."""
-    own = sum(count * block.trainable_of(job.tp, job.ep) for block, count in job.blocks_of(rank))
+    own = sum(count * block.trainable_of(job.parts, job.ep) for block, count in job.blocks_of(rank))
     return own + _tied(job, rank)
 
 
@@ -89,8 +91,8 @@ def _timed(job: ModuleJob) -> tuple[list[Stage], list[list[float]], list[list[fl
         for place, chunk in enumerate(job.chunks_of(rank)):
             blocks = job.model.blocks
             counts = (
-                sum(n * blocks[i].parameters_of(job.tp, job.ep) for i, n in chunk),
-                sum(n * blocks[i].trainable_of(job.tp, job.ep) for i, n in chunk),
+                sum(n * blocks[i].parameters_of(job.parts, job.ep) for i, n in chunk),
+                sum(n * blocks[i].trainable_of(job.parts, job.ep) for i, n in chunk),
             )
             f, b = _sharded_extra(job, *counts, forward[rank][place], backward[rank][place])
             forward[rank][place] += f

@@ -16,7 +16,7 @@ from ridgeline.plan.layer import Slice
 from ridgeline.plan.machine import Machine
 from ridgeline.plan.network import Group, group_of
 from ridgeline.plan.software import RIDGELINE, Software
-from ridgeline.plan.transformer import Transformer
+from ridgeline.plan.transformer import Transformer, spread_heads
 
 
 class Placed:
@@ -164,7 +164,7 @@ def job_from_layout(
     parts = layout.microbatches if layout.pp > 1 else layout.accumulate
     samples = max(1, -(-batch // (layout.dp * parts)))
     return Job(
-        model=model,
+        model=spread_heads(model, layout.tp),
         machine=machine,
         software=replace(software, compiled=True) if layout.compile else software,
         dp=layout.dp,

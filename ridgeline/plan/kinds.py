@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ridgeline.layout import Layout
 from ridgeline.plan.beside import assumptions
-from ridgeline.plan.general import ModuleJob, module_job
+from ridgeline.plan.general import ModuleJob, module_job, tell_parts
 from ridgeline.plan.general_memory import module_memory, module_stage_memory
 from ridgeline.plan.general_time import (
     module_alone_s,
@@ -79,7 +79,8 @@ class Kind:
     offloads: bool = False
     """Whether `offload` is known of it."""
     assumptions: Callable[[Any], list[str]] = lambda job: []
-    """What was not known of the machine and had to be assumed, as sentences."""
+    """What was not known of the machine and had to be assumed, and what is not as the layout says, as
+    sentences."""
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +160,7 @@ KINDS: Final[dict[type, Kind]] = {
     ),
     ModuleFacts: Kind(
         module_job, module_memory, module_time, module_bound_s, module_least_bytes, module_flops,
-        _module_choices, module_stage_memory, module_alone_s,
+        _module_choices, module_stage_memory, module_alone_s, assumptions=tell_parts,
     ),
 }  # fmt: skip
 

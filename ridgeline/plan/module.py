@@ -259,12 +259,12 @@ class Block:
     def count(self) -> int:
         return len(self.names)
 
-    def parameters_of(self, tp: int, ep: int = 1) -> float:
+    def parameters_of(self, tp: float, ep: int = 1) -> float:
         """What a rank has that is no expert which it shares with others: see `experts_of`."""
         own = self.parameters - self.split_parameters * (1.0 - 1.0 / tp)
         return own - (sum(e.parameters for e in self.experts) if ep > 1 else 0)
 
-    def trainable_of(self, tp: int, ep: int = 1) -> float:
+    def trainable_of(self, tp: float, ep: int = 1) -> float:
         """Of those, the ones that have gradients."""
         if ep > 1:
             return self.trainable - sum(e.trainable for e in self.experts)

@@ -67,7 +67,7 @@ def own_layer(
     low = element_bytes(around)
     wide = low if half or low == 4 else 4.0
     casts = 0.0 if wide == low else 1.0
-    q, kv = model.query_width / t, model.kv_width / t
+    q, kv = model.query_width / model.query_split(t), model.kv_width / model.kv_split(t)
     f = float(tokens) * model.ffn / t
     turned = float(tokens) * (q + kv)
     weights = float(model.layer_matrices(t))
@@ -106,18 +106,20 @@ def own_layer(
         forward_moved += 4 * weights
         back += (4 + 6 * UPCAST) * weights
 
-    args = (device, part.samples, max(model.heads // t, 1), model.seq // part.cp, model.seq)
+    num_heads = max(round(model.heads / model.query_split(t)), 1)
+    args = (device, part.samples, num_heads, model.seq // part.cp, model.seq)
     kind = around if around in ("bf16", "fp16") else "fp32"
     attention = (*args, model.head_width, model.causal, kind)
     comm, comm_back, last_comm = 0.0, 0.0, 0.0
     if t > 1:
+        sums = 1 if model.query_split(t) == 1.0 else 2  # an attention left whole has none
         if part.sp:
             gather = collective_s(machine, "all_gather", low * n, tp_group)
             last_comm = collective_s(machine, "reduce_scatter", low * n, tp_group)
-            comm = comm_back = 2 * (gather + last_comm)
+            comm = comm_back = sums * (gather + last_comm)
         else:
             last_comm = collective_s(machine, "all_reduce", low * n, tp_group)
-            comm = comm_back = 2 * last_comm
+            comm = comm_back = sums * last_comm
     attend, attend_back = flash_s(*attention, False), flash_s(*attention, True)
     if part.cp > 1:
         ring = (machine, 2 * low * tokens * kv, part.cp, t)
@@ -206,12 +208,15 @@ def own_activations(model: Transformer, part: Slice, half: bool) -> tuple[float,
     n, low, t = tokens * model.hidden, element_bytes(_around(part.precision)), part.tp
     wide = low if half or low == 4 else 4.0
     here = n / (t if part.sp else 1)
-    q, kv, f = model.query_width / t, model.kv_width / t, model.ffn / t
+    q, kv = model.query_width / model.query_split(t), model.kv_width / model.kv_split(t)
+    f = model.ffn / t
     # Inputs of both norms; what products read: one tensor for all that share it, or a cast for each.
     shared = low * n * (2 if wide == low else (5 if model.gated else 4))
     core = low * tokens * (2 * q + 2 * kv)
     inner = low * tokens * f * (4 if model.gated else 2)
-    everything = 2 * wide * here + shared + core + inner + 4.0 * tokens * model.heads / t
+    everything = (
+        2 * wide * here + shared + core + inner + 4.0 * tokens * model.heads / model.query_split(t)
+    )
     products = low * tokens * (2 * q + 2 * kv + (2 if model.gated else 1) * f)
     products += 2 * low * here
     return everything, wide * here + products, wide * here

@@ -27,10 +27,11 @@ Trace = Callable[[RunConfig], ModuleFacts]
 
 
 def optimizer_slots(config: RunConfig) -> int:
-    """Tensors of optimizer state a parameter."""
+    """Tensors of optimizer state a parameter; a moving average of it lies where that does."""
+    averages = 1 if config.optim.ema is not None else 0
     if config.optim.name in ("sgd", "lars"):
-        return 1 if config.optim.momentum > 0 else 0
-    return 2
+        return averages + (1 if config.optim.momentum > 0 else 0)
+    return averages + 2
 
 
 def recipe_model(config: RunConfig, trace: Trace | None = None, seq: int | None = None) -> Model:
@@ -75,11 +76,6 @@ def require_known(model: Model, machine: Machine, layout: Layout) -> None:
         if left:
             raise UsageError(f"the planner has no model of {name} in {text!r}; leave it out")
     # What a module of one's own can be split into, its own job says, with the reason.
-    if isinstance(model, Transformer) and model.heads % layout.tp:
-        raise UsageError(
-            f"tp={layout.tp} of {text!r} does not divide the {model.heads} heads of {model.name}; use a "
-            "divisor of it"
-        )
     if isinstance(model, Transformer) and model.seq % layout.cp:
         raise UsageError(
             f"cp={layout.cp} of {text!r} does not divide a sequence of {model.seq} tokens; use another"

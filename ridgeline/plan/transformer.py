@@ -48,6 +48,11 @@ class Transformer:
     """Its matrices are not trained; next to nothing beside them is (LoRA)."""
     optimizer_slots: int = 2
     """Tensors of the optimizer's state a parameter, where this library trains it: Adam's two."""
+    query_parts: float = 0.0
+    """What a rank's queries are that share of, with what they write into; 0: one of as many parts as
+    there are tensor-parallel ranks. See `spread_heads`."""
+    kv_parts: float = 0.0
+    """The same of keys and values."""
 
     def __post_init__(self) -> None:
         if not self.kv_heads:
@@ -62,6 +67,14 @@ class Transformer:
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_width
+
+    def query_split(self, tp: int) -> float:
+        """Parts that queries come in over so many tensor-parallel ranks."""
+        return self.query_parts if self.query_parts and tp > 1 else float(tp)
+
+    def kv_split(self, tp: int) -> float:
+        """The same of keys and values."""
+        return self.kv_parts if self.kv_parts and tp > 1 else float(tp)
 
     @property
     def ffn_in(self) -> int:
@@ -92,8 +105,8 @@ class Transformer:
 
     def layer_matrices(self, tp: int = 1) -> int:
         """Weights of one layer's four products on one tensor-parallel rank."""
-        qkv = self.hidden * (self.query_width + 2 * self.kv_width) / tp
-        out = self.query_width * self.hidden / tp
+        query, kv = self.query_width / self.query_split(tp), self.kv_width / self.kv_split(tp)
+        qkv, out = self.hidden * (query + 2 * kv), query * self.hidden
         inner = self.shared_ffn if self.experts else self.ffn
         return round(qkv + out + (3 if self.gated else 2) * self.hidden * inner / tp)
 
@@ -101,8 +114,9 @@ class Transformer:
         """Without experts, which are spread in their own way (`expert_parameters`); with their router."""
         biases = 0.0
         if self.bias:
-            split = self.query_width + 2 * self.kv_width + (0 if self.experts else self.ffn_in)
-            biases = split / tp + (1 if self.experts else 2) * self.hidden
+            query, kv = self.query_width / self.query_split(tp), self.kv_width / self.kv_split(tp)
+            inner = 0.0 if self.experts else self.ffn_in / tp
+            biases = query + 2 * kv + inner + (1 if self.experts else 2) * self.hidden
         router = self.hidden * self.experts
         return round(self.layer_matrices(tp) + biases + router + 2 * self.norm_parameters)
 
@@ -162,3 +176,39 @@ class Transformer:
             return 3.0 * layers + 3.0 * self.head_flops(tokens) - attention / 2.0
         weights = 6.0 * tokens * self.num_parameters
         return weights + (attention / 2.0 if kind == "6n causal" else attention)
+
+
+def spread_heads(model: Transformer, tp: int) -> Transformer:
+    """The model as this library spreads its attention over ranks that do not divide the heads:
+    `parallel/tensor/plan.py` fills up heads with ones of zeros where there are as many of keys and values,
+    leaves keys and values whole where only they do not divide, and else the attention.
+
+    >>> spread_heads(Transformer("t", 1, 48, 3, 96, 16, 64), 2).query_parts  # two of four
+    1.5
+    """
+    if tp == 1 or (model.heads % tp == 0 and model.kv_heads % tp == 0):
+        return model
+    if model.heads % tp == 0:
+        return replace(model, kv_parts=1.0)
+    parts = model.heads / math.ceil(model.heads / tp) if model.kv_heads == model.heads else 1.0
+    return replace(model, query_parts=parts, kv_parts=parts)
+
+
+def tell_heads(model: Transformer, tp: int) -> list[str]:
+    """What becomes of heads that do not divide, in a sentence."""
+    if tp == 1 or not (model.query_parts or model.kv_parts):
+        return []
+    if not model.query_parts:
+        return [
+            f"the {model.kv_heads} heads of keys and values do not divide over tp={tp}: every rank has all "
+            "of them, as in training"
+        ]
+    if model.kv_heads == model.heads:
+        return [
+            f"the {model.heads} heads do not divide over tp={tp}: they are filled up to "
+            f"{tp * math.ceil(model.heads / tp)} with heads of zeros, as in training"
+        ]
+    return [
+        f"the {model.heads} heads do not divide over tp={tp}: every rank computes all of the attention, as "
+        "in training, and the rest is split"
+    ]

@@ -266,8 +266,6 @@ def test_what_a_module_has_not_is_refused(text: str, words: str, resnet: ModuleF
 def test_tiles_need_convolutions(llama: ModuleFacts) -> None:
     with pytest.raises(UsageError, match="no convolutions"):
         job_of(llama, "spatial=2", 2)
-    with pytest.raises(UsageError, match="comes in 16 parts"):
-        job_of(llama, "tp=5", 2)
 
 
 def test_the_search_finds_the_best_of_a_module(resnet: ModuleFacts) -> None:
