@@ -293,7 +293,9 @@ class Watched(nn.Module):
         if watches:
             h.register_hook(lambda grad: grad * 1.25)
             h.grad_fn.register_hook(lambda gave, took: self.note("node"))
-            torch.autograd.graph.register_multi_grad_hook([both], lambda grads: self.note("several"))
+            torch.autograd.graph.register_multi_grad_hook(
+                [both], lambda grads: self.note("several")
+            )
             energy = (h * h * both).sum()
             (force,) = torch.autograd.grad(energy, h, retain_graph=True)
             both = both + force.detach()
@@ -417,7 +419,9 @@ def test_same_as_one_process(ranks: Any, name: str, tp: int) -> None:
     check(ranks(tp, compare, name, 1, tp, False, True))
 
 
-@pytest.mark.parametrize("name", ["llama_grouped", "bert", "hf_gpt2", "vit_cls", "stranger", "watched", "flattened"])
+@pytest.mark.parametrize(
+    "name", ["llama_grouped", "bert", "hf_gpt2", "vit_cls", "stranger", "watched", "flattened"]
+)
 def test_same_with_a_context_axis(ranks: Any, name: str) -> None:
     """Gradients are complete over tp and sum to the right ones over cp."""
     check(ranks(4, compare, name, 2, 2, False, True))
@@ -562,7 +566,9 @@ def held_by(shape: tuple[int, ...], dim: int, runs: int, num: int, rank: int) ->
 
 def test_views_of_a_cut_dim_hold_the_same_elements() -> None:
     """Every pair of shapes of 24 elements, every cut: what is found is right, and plain cuts are."""
-    shapes = [s for n in (1, 2, 3, 4) for s in itertools.product((1, 2, 3, 4, 6, 8, 12, 24), repeat=n)]
+    shapes = [
+        s for n in (1, 2, 3, 4) for s in itertools.product((1, 2, 3, 4, 6, 8, 12, 24), repeat=n)
+    ]
     shapes = [s for s in shapes if math.prod(s) == 24 and s.count(1) < 2]
     num_found = 0
     for before, after in itertools.product(shapes, repeat=2):
@@ -791,8 +797,8 @@ def test_recompute_enters_the_view_again(ranks: Any, sp: bool) -> None:
     assert ranks(2, recomputed, sp) == [0.0, 0.0]
 
 
-def in_place(kind: str) -> float:
-    view = GlobalView(mesh(1, 2), False)
+def in_place(kind: str, axis: str = "tp") -> float:
+    view = GlobalView(mesh(1, 2) if axis == "tp" else mesh(2, 1), False)
 
     def run(x: Tensor) -> Tensor:
         y = view.move(x * 1, view.placements(tp=Shard(0))) if isinstance(x, DTensor) else x * 1
@@ -819,6 +825,8 @@ def test_changes_in_place(ranks: Any) -> None:
     assert max(ranks(2, in_place, "direct")) < 1e-12
     with pytest.raises(ranks.Failure, match="add_ changes in place a tensor that others are views"):
         ranks(2, in_place, "view")
+    with pytest.raises(ranks.Failure, match="which a model under cp cannot do"):
+        ranks(2, in_place, "view", "cp")
 
 
 def low_precision() -> list[float]:
@@ -914,6 +922,61 @@ def test_a_weight_used_by_other_code_stays_whole() -> None:
     plan = plan_tensor(Tied(), 2, (torch.zeros(2, 3, dtype=torch.int64),))
     assert list(plan.layers) == ["up", "down"]
     assert "left whole: embed (linear uses its weight directly)" in plan.report
+
+
+class Convolved(nn.Module):
+    """Attention whose heads the model counts itself, behind a convolution along the sequence."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, width = heads, 16 * heads
+        self.embed = nn.Linear(8, width)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = x + self.conv(x.mT).mT
+        q, k, v = (
+            layer(x).view(*x.shape[:2], self.heads, 16).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.down(self.up(x).relu())
+        return F.layer_norm(x, x.shape[-1:])
+
+
+def test_what_stays_whole_is_said_with_its_own_reason() -> None:
+    plan = plan_tensor(Convolved(3), 2, (torch.zeros(2, 5, 8),))
+    assert set(plan.layers) == {"up", "down"}
+    # Its own features never go into the convolution: those that they are added to do.
+    heads = "3 heads or parts do not divide over 2 ranks"
+    assert {plan.whole[name] for name in "qkvo"} == {heads}
+    assert plan.whole["embed"] == "its features go into conv1d"
+
+
+class Looked(nn.Module):
+    """A projection that is added to features which a convolution has read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.side, self.next = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).relu())
+        first = self.embed(x)
+        x = self.conv(first.mT).mT + self.next((first + self.side(x)).relu())
+        return F.layer_norm(x, x.shape[-1:])
+
+
+def test_features_that_are_added_to_others_are_told_from_those() -> None:
+    plan = plan_tensor(Looked(), 2, (torch.zeros(2, 5, 8),))
+    assert set(plan.layers) == {"up", "down"}
+    assert plan.whole["embed"] == "its features go into conv1d"
+    assert plan.whole["side"] == "its features are added to others that go into conv1d"
 
 
 def test_heads_that_the_model_counts_itself_stay_whole() -> None:
@@ -1382,7 +1445,9 @@ def compiled_steps(layout: str) -> tuple[list[float], list[float], list[str]]:
 @pytest.mark.slow
 def test_a_compiled_split_model_trains_the_same(ranks: Any) -> None:
     """With torch's compiler, and blocks computed again in backward."""
-    for alone, compiled, left in ranks(2, compiled_steps, "tp=2,sp=true,recompute=full", timeout=LONG_S):
+    for alone, compiled, left in ranks(
+        2, compiled_steps, "tp=2,sp=true,recompute=full", timeout=LONG_S
+    ):
         assert left == []
         assert compiled == pytest.approx(alone, rel=1e-9)
         assert len(set(compiled)) == 3

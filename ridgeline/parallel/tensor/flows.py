@@ -30,8 +30,9 @@ class Flow:
     is_output: bool = False
     fixed: bool = False
     """Whether the model names the number of units itself, so that more of them would not fit."""
-    broken: str = ""
-    """What looked along the features, so that they cannot be cut."""
+    broken: dict[str, str] = field(default_factory=dict)
+    """What looked along the features, so that they cannot be cut, by producer: one whose features were
+    added to others after something had looked along those is not named here."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class FlowBook:
             into.consumers |= other.consumers
             into.is_output |= other.is_output
             into.fixed |= other.fixed
-            into.broken = into.broken or other.broken
+            into.broken = other.broken | into.broken
             self.parent[b] = a
         return a
 
@@ -89,7 +90,9 @@ class FlowBook:
     def break_all(self, marks: Marks, why: str, dims: Sequence[int] | None = None) -> None:
         for dim, mark in enumerate(marks):
             if mark is not None and not mark.fused and (dims is None or dim in dims):
-                self.flow(mark).broken = self.flow(mark).broken or why
+                self.flow(mark).broken = (
+                    dict.fromkeys(self.flow(mark).producers, why) | self.flow(mark).broken
+                )
 
     def marks_of(self, x: Any) -> Marks:
         if not isinstance(x, Tensor):
@@ -279,7 +282,7 @@ class FlowBook:
     def _set_parts(self, mark: Mark, path: str, parts: int) -> None:
         flow = self.flow(mark)
         if flow.producers[path] not in (1, parts):
-            flow.broken = flow.broken or f"{path} in parts of two kinds"
+            flow.broken = {path: f"{path} in parts of two kinds"} | flow.broken
         flow.producers[path] = parts
 
     def _rearrange(

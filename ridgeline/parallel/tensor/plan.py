@@ -102,6 +102,9 @@ class _Planner:
         self.size, self.trace = size, trace
         self.layers: dict[str, Layer] = {}
         self.whole: dict[str, str] = {}
+        self.unfed: dict[str, str] = {}
+        """Layers that would be cut by rows if what they read were cut, and why that is not. It comes before
+        where their own features go, which are mostly added to those of other layers."""
         self.words = _own_words(self.modules)
         for path, word in self.words.items():
             if word not in COLUMN_WORDS | ROW_WORDS | OTHER_WORDS:
@@ -113,7 +116,7 @@ class _Planner:
             reason = self._refusal(flow, producers)
             if reason:
                 for path in producers:
-                    self.whole.setdefault(path, reason)
+                    self.whole.setdefault(path, _told(flow, path, reason))
                 continue
             if flow.consumers:
                 self._cut_pair(flow, producers)
@@ -122,14 +125,15 @@ class _Planner:
         for path, module in self.modules.items():
             if is_linear(module) and path not in self.layers:
                 self.whole.setdefault(path, "no linear layer before or after to share a cut with")
+        self.whole |= {p: reason for p, reason in self.unfed.items() if p in self.whole}
         for path in self.layers:
             self.whole.pop(path, None)
 
     def _refusal(self, flow: Flow, producers: list[str]) -> str:
-        if len(producers) < len(flow.producers):
-            return "fed by a layer that is cut by rows"
         if flow.broken:
-            return f"its features go into {flow.broken}"
+            return f"its features go into {next(iter(flow.broken.values()))}"
+        if len(producers) < len(flow.producers):
+            return "its features are added to those of a layer that is cut already"
         for path in [*flow.producers, *flow.consumers]:
             if path in self.trace.direct:
                 return f"{path} has a parameter that {self.trace.direct[path]} uses directly"
@@ -157,8 +161,10 @@ class _Planner:
         if producers and consumers and len(heads) == 1 and not flow.fixed and not fused:
             self._pad(producers, consumers, heads.pop())
             return
-        for path in [*producers, *consumers]:
+        for path in producers:
             self.whole.setdefault(path, self._misfit(flow, path))
+        for path in consumers:
+            self.unfed.setdefault(path, self._misfit(flow, path))
 
     def _pad(self, producers: list[str], consumers: list[str], heads: int) -> None:
         padded = -(-heads // self.size) * self.size
@@ -192,7 +198,7 @@ class _Planner:
         return all(n % self.size == 0 for n in units)
 
     def _misfit(self, flow: Flow, path: str) -> str:
-        numbers = sorted(n for p in flow.producers for n in flow.units[p] if n % self.size)
+        numbers = sorted({n for p in flow.producers for n in flow.units[p] if n % self.size})
         if flow.units.get(path):
             numbers = sorted(n for n in flow.units[path] if n % self.size)
         what = " and ".join(map(str, numbers)) or "its"
@@ -258,6 +264,15 @@ class _Planner:
                         if self.layers.pop(path, None) is not None:
                             changed = True
                             self.whole[path] = "it shares a parameter with a layer that stays whole"
+
+
+def _told(flow: Flow, path: str, reason: str) -> str:
+    """Why a flow is not cut, as it is true of one of the layers that it comes from."""
+    if not flow.broken:
+        return reason
+    if path in flow.broken:
+        return f"its features go into {flow.broken[path]}"
+    return f"its features are added to others that go into {next(iter(flow.broken.values()))}"
 
 
 def _own_words(modules: dict[str, nn.Module]) -> dict[str, str]:

@@ -98,6 +98,8 @@ class GlobalView(TorchFunctionMode):
         self.mesh = mesh if axes == names else mesh[axes[0] if len(axes) == 1 else axes]
         self.tp: int | None = axes.index("tp") if "tp" in axes else None
         self.cp: int | None = axes.index("cp") if "cp" in axes else None
+        self.technique = " and ".join(axes)
+        """What it is entered for, in a message."""
         self.sp = sp and self.tp is not None
         self.attention: Callable[..., Tensor] = attend
         """On plain local tensors, as `F.scaled_dot_product_attention`. With a context axis, a
@@ -395,7 +397,8 @@ class GlobalView(TorchFunctionMode):
                     if isinstance(x, DTensor)
                     else "of its own"
                 )
-                + ", which a model split by tp cannot do; use the form that returns a new tensor"
+                + f", which a model under {self.technique} cannot do; use the form that returns a new "
+                "tensor"
             )
         args, kwargs, other = table.out_of_place(name, args, kwargs)
         if other is not None:
