@@ -195,6 +195,9 @@ def export(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="The optimizer's state as well.")
     ] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="The weights themselves, not their average (optim.ema).")
+    ] = False,
 ) -> None:
     """Write the weights as one safetensors file; model.weights=FILE starts a run from one."""
     from ridgeline.checkpoint.find import find_one
@@ -206,7 +209,7 @@ def export(
     from ridgeline.checkpoint.export import export_weights
 
     with byte_bar(str(out), read_manifest(path).num_bytes) as advance:
-        done = export_weights(path, out, names, dtype, optimizer, advance)
+        done = export_weights(path, out, names, dtype, optimizer, advance, live)
     for note in done.notes:
         typer.echo(note)
     typer.echo(f"{out}: {done.num_tensors} tensors, {human_bytes(done.num_bytes)}, of {path}")

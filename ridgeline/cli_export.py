@@ -41,6 +41,9 @@ def export(
         bool,
         typer.Option("--bare", help="The model alone, without what evaluation does to inputs."),
     ] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="The weights themselves, not their average (optim.ema).")
+    ] = False,
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Compare nothing, build no C++ program.")
     ] = False,
@@ -51,7 +54,7 @@ def export(
     from ridgeline.export.request import default_out, read_wanted, split_words
 
     named, overrides = split_words(words or [])
-    wanted = read_wanted(device, dtype, batch, bare, not no_check, overrides)
+    wanted = read_wanted(device, dtype, batch, bare, not no_check, overrides, live)
     path = find_one(checkpoint)
     out = Path(named) if named is not None else default_out(path)
     require_torch("`ridgeline export`")

@@ -147,6 +147,11 @@ class OptimConfig:
     """LARS: how far a layer moves at a rate of 1, as a share of its weights."""
     decay_norms: bool = True
     """Apply weight decay also to biases and norm weights (every parameter of one dimension)."""
+    ema: float | None = None
+    """Keep a moving average of the weights: after each update this share of it stays, the rest is the new
+    weights. 0.999 and 0.9999 are usual. Evaluations and `weights.safetensors` are then of the average."""
+    ema_warmup: bool = True
+    """After n updates no more than (1 + n) / (10 + n) stays, so that the initial weights are soon gone."""
 
 
 @dataclass(frozen=True)
@@ -567,6 +572,12 @@ def _check_values(config: RunConfig) -> None:
         raise UsageError(f"name={config.name!r} starts a directory's name; leave out '/' and '.'")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         raise UsageError(f"optim.betas={list(config.optim.betas)} are not both from 0 to below 1")
+    if config.optim.ema is not None and not 0 < config.optim.ema < 1:
+        raise UsageError(
+            f"optim.ema={config.optim.ema} is no share of an average that stays: from above 0 to below 1, "
+            "such as 0.999; null keeps none",
+            key="optim.ema",
+        )
     for key in ("model.name", "data.source"):
         if not values[key]:
             raise UsageError(f"{key} is not set; every recipe names a model and a source", key=key)

@@ -43,6 +43,7 @@ SAMPLES = "samples"
 RESOURCES = "resources"
 """One file a node, of what its cores, memory, disks, links and GPUs did."""
 WEIGHTS = "weights.safetensors"
+LIVE_WEIGHTS = "weights-live.safetensors"
 
 SPLIT = ("data_s", "h2d_s", "forward_s", "backward_s", "bubble_s", "comm_s", "optimizer_s")
 """The parts a step's time is split into, in the order in which they happen."""
@@ -98,6 +99,8 @@ class EvalRecord:
     num_samples: int
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
+    averaged: bool = False
+    """Whether they are of the moving average of the weights (`optim.ema`)."""
 
 
 @dataclass(frozen=True)

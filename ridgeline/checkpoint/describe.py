@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from ridgeline.checkpoint.manifest import (
+    AVERAGE,
     MODEL,
     OPTIMIZER,
     RANK,
@@ -19,7 +20,13 @@ from ridgeline.checkpoint.manifest import (
 )
 from ridgeline.checkpoint.retain import Keep, find_best
 
-KINDS = {MODEL: "weights", OPTIMIZER: "optimizer", REPLICA: "other replicas", RANK: "per rank"}
+KINDS = {
+    MODEL: "weights",
+    AVERAGE: "averaged weights",
+    OPTIMIZER: "optimizer",
+    REPLICA: "other replicas",
+    RANK: "per rank",
+}
 
 
 def list_rows(paths: list[Path]) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from ridgeline.checkpoint.manifest import (
     check_sizes,
     read_manifest,
 )
+from ridgeline.checkpoint.weights import source_of
 from ridgeline.config import parse_config
 from ridgeline.errors import RunError, UsageError, unknown_word
 from ridgeline.models.build import build_model
@@ -68,16 +69,17 @@ def export_weights(
     dtype: str | None = None,
     optimizer: bool = False,
     advance: Advance = lambda _: None,
+    live: bool = False,
 ) -> Exported:
     """Write the weights of the checkpoint at `path` to the file `out`, with `config.json` beside it when
-    they are named for transformers."""
+    they are named for transformers; where it has a moving average of them, that, unless `live`."""
     _check(out, names, dtype, optimizer)
     manifest = read_manifest(path)
     for problem in check_sizes(path, manifest):
         raise RunError(f"{path} is not whole: {problem}")
     llama = _llama_of(manifest, path) if names == "transformers" else None
     rename: Callable[[str], str] = to_transformers if llama is not None else lambda name: name
-    rows = _rows(manifest, rename, SHORT_DTYPES[dtype] if dtype else None, optimizer)
+    rows = _rows(manifest, rename, SHORT_DTYPES[dtype] if dtype else None, optimizer, live)
     metadata = {"format": "pt"}
     if llama is None:
         metadata |= {str(name): str(first) for name, first in manifest.state["tied"].items()}
@@ -129,7 +131,11 @@ def _llama_of(manifest: Manifest, path: Path) -> Llama:
 
 
 def _rows(
-    manifest: Manifest, rename: Callable[[str], str], dtype: str | None, optimizer: bool
+    manifest: Manifest,
+    rename: Callable[[str], str],
+    dtype: str | None,
+    optimizer: bool,
+    live: bool,
 ) -> list[_Row]:
     """What goes into the file; the widest types first, so that every tensor is aligned."""
     rows = []
@@ -137,7 +143,8 @@ def _rows(
         if name.startswith(MODEL):
             floating = DTYPES[stored.dtype].is_floating_point
             kind = dtype if dtype is not None and floating else stored.dtype
-            rows.append(_Row(rename(name.removeprefix(MODEL)), name, kind, stored.shape))
+            own = name.removeprefix(MODEL)
+            rows.append(_Row(rename(own), source_of(own, manifest, live), kind, stored.shape))
         elif optimizer and name.startswith(OPTIMIZER):
             rows.append(_Row(name, name, stored.dtype, stored.shape))
     return sorted(rows, key=lambda row: (-ITEM_BYTES[row.dtype], row.key))

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from ridgeline.checkpoint.boxes import Box, memory_order, runs_of, stretch_boxes, whole
-from ridgeline.checkpoint.manifest import MODEL, OPTIMIZER, RANK, REPLICA
+from ridgeline.checkpoint.manifest import AVERAGE, MODEL, OPTIMIZER, RANK, REPLICA
 from ridgeline.errors import RunError, UsageError
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.flat import Piece
@@ -89,11 +89,14 @@ State = dict[str, Held]
 
 
 def hold_state(arranged: Arranged, optimizer: Optimizer) -> State:
-    """Weights, buffers, optimizer state and what is this rank's own, of a run."""
+    """Weights and their averages, buffers, optimizer state and what is this rank's own, of a run."""
     parameters = _hold_parameters(arranged)
     state = _hold_weights(arranged, parameters)
     for trainable in arranged.trainables():
         held = parameters[id(trainable.parameter)]
+        if arranged.average is not None:
+            name = AVERAGE + held.name
+            state[name] = held.of(arranged.average.of(trainable.parameter), name)
         for key, value in optimizer.state.get(trainable.parameter, {}).items():
             if isinstance(value, Tensor):
                 name = f"{OPTIMIZER}{key}/{held.name}"

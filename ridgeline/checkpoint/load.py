@@ -25,6 +25,7 @@ from ridgeline.checkpoint.damage import find_damage
 from ridgeline.checkpoint.files import DTYPES, Reader
 from ridgeline.checkpoint.held import Held, State, hold_state, hold_weights, write_own
 from ridgeline.checkpoint.manifest import (
+    AVERAGE,
     MODEL,
     OPTIMIZER,
     RANK,
@@ -137,6 +138,7 @@ def load_training(
     load_state(path, manifest, wanted)
     for flat in arranged.flats:
         flat.after_step()  # the ranks of a shard group give each other what each has read
+    notes += _begin_average(arranged, manifest)
     arranged.num_steps = manifest.step
     if is_same:
         write_own(arranged, _read_own(path, manifest, arranged.mesh.env.rank))
@@ -186,6 +188,8 @@ def _match(
             ]  # of replicas that are not there, the first stands for all
         if source not in manifest.tensors and source.startswith(OPTIMIZER):
             continue  # of a parameter that had no gradient yet: forgotten below
+        if source.startswith(AVERAGE) and not _has_average(manifest):
+            continue  # it begins with the weights
         _require(source, held, manifest, path)
         wanted[source] = held
     _require_all(manifest, path, arranged, optimizer)
@@ -198,9 +202,24 @@ def _match(
     return wanted, notes
 
 
+def _has_average(manifest: Manifest) -> bool:
+    return any(name.startswith(AVERAGE) for name in manifest.tensors)
+
+
+def _begin_average(arranged: Arranged, manifest: Manifest) -> list[str]:
+    """Where a run keeps an average and its checkpoint has none, or the other way round."""
+    has = _has_average(manifest)
+    if arranged.average is None:
+        return ["the checkpoint's moving average is left behind"] if has else []
+    if has:
+        return []
+    arranged.average.restart()
+    return ["the checkpoint has no moving average: it begins with the weights of now"]
+
+
 def _require(name: str, held: Held, manifest: Manifest, path: Path) -> None:
     """The checkpoint has it, in its shape."""
-    mine = name.removeprefix(MODEL)
+    mine = name.removeprefix(MODEL).removeprefix(AVERAGE)
     if name not in manifest.tensors:
         raise UsageError(
             f"the model has {mine} and the checkpoint {path} has not; "

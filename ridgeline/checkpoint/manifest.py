@@ -25,6 +25,8 @@ FORMAT = 1
 MODEL, OPTIMIZER, RANK, REPLICA = "model/", "optim/", "rank/", "replica/"
 """How tensor names begin: weights and buffers, `optim/KEY/NAME`, what is one rank's own, and what
 differs between replicas that step on their own."""
+AVERAGE = "average/"
+"""A moving average of a weight, where one is kept."""
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,

@@ -2,7 +2,8 @@
 
 Without an optimizer and without ranks: for programs that want the model and not the training. A tensor is
 read at a time and held against its checksum; every one of the model has to be there and no other may be,
-because a model that is half filled answers as if it were whole. Called by `export`.
+because a model that is half filled answers as if it were whole. Called by `export/`, and by `export.py`
+for where a weight comes from.
 """
 
 from __future__ import annotations
@@ -15,16 +16,28 @@ from torch import Tensor, nn
 from ridgeline.checkpoint.damage import Advance
 from ridgeline.checkpoint.files import Reader
 from ridgeline.checkpoint.load import read_tensor
-from ridgeline.checkpoint.manifest import MODEL, REPLICA, Damaged, Manifest, check_sizes
+from ridgeline.checkpoint.manifest import (
+    AVERAGE,
+    MODEL,
+    REPLICA,
+    Damaged,
+    Manifest,
+    check_sizes,
+)
 from ridgeline.errors import UsageError
 
 _REMEDY = "use the model.name and model.args that it was made with"
 
 
 def fill_model(
-    model: nn.Module, path: Path, manifest: Manifest, advance: Advance = lambda _: None
+    model: nn.Module,
+    path: Path,
+    manifest: Manifest,
+    advance: Advance = lambda _: None,
+    live: bool = False,
 ) -> list[str]:
-    """Fill every parameter and saved buffer of `model` from the checkpoint; sentences for the user."""
+    """Fill every parameter and saved buffer of `model` from the checkpoint; sentences for the user. Where
+    there is a moving average of the weights it is that, unless they are wanted `live`."""
     for problem in check_sizes(path, manifest):
         raise Damaged(f"{path} is not whole: {problem}")
     stored = {n.removeprefix(MODEL) for n in manifest.tensors if n.startswith(MODEL)}
@@ -39,12 +52,18 @@ def fill_model(
                 raise UsageError(
                     f"the model has {names[0]} and the checkpoint {path} has not; {_REMEDY}"
                 )
-            value = read_tensor(reader, manifest, MODEL + found[0])
+            value = read_tensor(reader, manifest, source_of(found[0], manifest, live))
             advance(manifest.tensors[MODEL + found[0]].num_bytes)
             target.copy_(_shaped(value, target, found[0], path))
     if any(name.startswith(REPLICA) for name in manifest.tensors):
         return ["replicas had stepped on their own; the first one's weights are taken"]
     return []
+
+
+def source_of(name: str, manifest: Manifest, live: bool) -> str:
+    """What the checkpoint has to stand for a weight or a buffer: its moving average, if there is one."""
+    average = AVERAGE + name
+    return average if not live and average in manifest.tensors else MODEL + name
 
 
 def _targets(model: nn.Module) -> list[tuple[list[str], Tensor]]:

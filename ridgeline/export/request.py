@@ -27,6 +27,8 @@ class Wanted:
     check: bool = True
     overrides: tuple[str, ...] = ()
     """Settings of the recipe that are others here, such as where the data is."""
+    live: bool = False
+    """The weights that were trained, also where the run kept a moving average of them."""
 
 
 def read_wanted(
@@ -36,6 +38,7 @@ def read_wanted(
     bare: bool,
     check: bool,
     overrides: Sequence[str],
+    live: bool = False,
 ) -> Wanted:
     if device is not None and device not in DEVICES:
         raise unknown_word("device", device, DEVICES, "--device")
@@ -48,7 +51,7 @@ def read_wanted(
                 f"--batch {batch} is neither a number of samples from 1 on nor `{VARY}`, any number"
             )
         count = int(batch)
-    return Wanted(device, dtype, count, bare, check, tuple(overrides))
+    return Wanted(device, dtype, count, bare, check, tuple(overrides), live)
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:

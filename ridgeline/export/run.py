@@ -93,7 +93,7 @@ def build_subject(path: Path, manifest: Manifest, wanted: Wanted, bar: Bar) -> S
     model = build_weights(own, torch.device("cpu"), "")
     num_bytes = sum(s.num_bytes for n, s in manifest.tensors.items() if n.startswith(MODEL))
     with bar(f"weights of {path.name}", num_bytes) as advance:
-        notes = fill_model(model, path, manifest, advance)
+        notes = fill_model(model, path, manifest, advance, wanted.live)
     model = model.to(device).eval()
     raw, evaluated = _samples(own, source, augment, count, device)
     before = _run(model, evaluated, wanted.batch)

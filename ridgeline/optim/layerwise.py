@@ -87,9 +87,9 @@ class Layerwise(Optimizer, ABC):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if self.counts:
                 state["step"] = torch.tensor(0.0)
-        own = {name: _plain(value) for name, value in state.items()}
+        own = {name: plain(value) for name, value in state.items()}
         assert parameter.grad is not None
-        return _Row(_plain(parameter), _plain(parameter.grad), own, self._columns[id(parameter)])
+        return _Row(plain(parameter), plain(parameter.grad), own, self._columns[id(parameter)])
 
     @abstractmethod
     def _directions(self, group: dict[str, Any], rows: list[_Row]) -> list[Tensor]:
@@ -112,7 +112,7 @@ class Layerwise(Optimizer, ABC):
     def _ratios(self, found: list[tuple[dict[str, Any], list[_Row], list[Tensor]]]) -> Tensor:
         """One for each parameter of this rank; no device is waited for."""
         first = next(p for group in self.param_groups for p in group["params"])
-        device = _plain(first).device
+        device = plain(first).device
         # Wide enough that stages which hold the same weight, cut otherwise, come to the same ratio.
         squares = torch.zeros(2, len(self._columns), dtype=torch.float64, device=device)
         for _, rows, directions in found:
@@ -249,7 +249,7 @@ def build_layerwise(
     return LAYERWISE[config.name](groups, defaults, scaled, whole, order)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """This rank's part, complex numbers as pairs of real ones."""
     local = getattr(tensor, "_local_tensor", tensor).detach()
     return torch.view_as_real(local) if local.is_complex() else local

@@ -8,8 +8,8 @@ answered here, so that the step has no word on techniques.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from ridgeline.config import DdpConfig
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.models.inputs import call_arguments
+from ridgeline.optim.average import Average
 from ridgeline.optim.build import Trainable, list_trainables
 from ridgeline.optim.update import Care
 from ridgeline.parallel.blocks import find_blocks
@@ -80,6 +81,8 @@ class Arranged:
     is_fully_sharded: bool = False
     local_sync: list[LocalSync] = field(default_factory=list)
     compression: Compression | None = None
+    average: Average | None = None
+    """Of the weights, where one is kept; made once there is an optimizer."""
     num_steps: int = 0
     """Updates done so far."""
     num_samples_here: int = 1
@@ -221,8 +224,7 @@ class Arranged:
                 dist.all_reduce(value, dist.ReduceOp.MAX, group=self.mesh.world_group)
 
         def after_step() -> None:
-            for flat in self.flats:
-                flat.after_step()
+            self._spread()
             self.num_steps += 1
             for sync in self.local_sync:
                 sync.after_step(self.num_steps, self.num_samples_here)
@@ -276,6 +278,60 @@ class Arranged:
             for part in self.parts:
                 for buffer in part.buffers():
                     dist.broadcast(buffer, group_src=0, group=group)
+
+    def keep_average(self, optimizer: torch.optim.Optimizer, decay: float, warmup: bool) -> Average:
+        """A moving average of what `optimizer` updates on this rank."""
+        parameters = [t.parameter for t in self.trainables()]
+        self.average = Average(parameters, optimizer, decay, warmup)
+        for sync in self.local_sync[
+            :1
+        ]:  # one of the stages' for all: they average at the same steps
+            sync.beside = self.average.values
+        return self.average
+
+    @property
+    def num_averaged(self) -> int:
+        """Updates that the average has seen, for a checkpoint; 0 without one."""
+        return self.average.num_updates if self.average is not None else 0
+
+    @num_averaged.setter
+    def num_averaged(self, count: int) -> None:
+        if self.average is not None:
+            self.average.num_updates = count
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The weights are their moving averages, where these are kept; after it they are what they were,
+        bit for bit. All ranks enter and leave it."""
+        if self.average is None:
+            yield
+            return
+        for sync in self.local_sync:  # what replicas average from here on they have in common
+            sync.finish()
+        self._exchange(self.average)
+        self._spread()
+        try:
+            yield
+        except BaseException:
+            # The others may never come here, so nothing is sent: weights that ranks of a shard group give
+            # each other (zero=1, zero=2) follow with the next update.
+            self._exchange(self.average)
+            raise
+        self._exchange(self.average)
+        self._spread()
+
+    def _exchange(self, average: Average) -> None:
+        if self.is_fully_sharded:
+            from ridgeline.parallel.fsdp import free_gathered
+
+            for part in self.parts:
+                free_gathered(part)
+        average.exchange()
+
+    def _spread(self) -> None:
+        """The weights that this rank's optimizer looks after, to those that look after others."""
+        for flat in self.flats:
+            flat.after_step()
 
     def inside(self) -> AbstractContextManager[Any]:
         """A context in which outputs of the model may be worked on as if they were whole."""

@@ -11,8 +11,9 @@ the training loop; the reference by `verify/`.
 What is averaged: parameters; buffers of the state dict that hold floats (batch norm's statistics);
 with `optimizer=`, also its state (momentum, second moments), after which all replicas are the same
 in every respect and one rank's checkpoint holds them all. Without it momentum stays a replica's
-own. Buffers that hold integers become rank 0's; buffers outside the state dict are constants and
-stay.
+own. A moving average of the weights (`optim.ema`) is averaged with them: it is linear, so what comes out
+is that of the averaged model. Buffers that hold integers become rank 0's; buffers outside the state dict
+are constants and stay.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class LocalSync:
             )
         self.module, self.group, self.every, self.optimizer = module, group, every, optimizer
         self._bucket_bytes = int(bucket_mb * 2**20)
+        self.beside: list[Tensor] = []
+        """What else is averaged with the weights, as a moving average of them."""
         self._weight = 0.0
         self._num_steps = 0
         with torch.no_grad():
@@ -98,6 +101,7 @@ class LocalSync:
             state = _optimizer_state(self.module, self.optimizer)
             self._require_equal(sum(t.numel() for t in state))
             averaged += state
+        averaged += self.beside
         for bucket in _buckets(averaged, self._bucket_bytes):
             flat = _weighed(bucket, self._weight)
             dist.all_reduce(flat, group=self.group)

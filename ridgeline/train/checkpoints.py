@@ -95,6 +95,7 @@ class Checkpoints:
         scaler = training.precision.scaler
         if scaler is not None and state.get("scaler"):
             scaler.load_state_dict(state["scaler"])
+        training.arranged.num_averaged = state.get("num_averaged", 0)
         self._metrics = dict(found.manifest.metrics)
         if self.guard is not None and state.get("guard"):
             self.guard.restore(state["guard"])
@@ -191,6 +192,7 @@ class Checkpoints:
             "train_batch": training.config.train.batch,
             "seed": training.config.train.seed,
             "scaler": scaler.state_dict() if scaler is not None else None,
+            "num_averaged": training.arranged.num_averaged,
             "skipped": self.skipped,
             "guard": self.guard.state() if self.guard is not None else None,
             "num_samples": len(training.loader.source),

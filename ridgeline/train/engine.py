@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from ridgeline.config import DdpConfig
 from ridgeline.errors import UsageError
 from ridgeline.models.inputs import call_arguments
 from ridgeline.optim.adopt import adopt, freeze_others, learn_groups
+from ridgeline.optim.average import averaging
 from ridgeline.optim.update import build_update
 from ridgeline.parallel.apply import arrange
 from ridgeline.parallel.arranged import Arranged
@@ -68,6 +69,8 @@ class Engine:
         ddp: DdpConfig,
         tune: TuneConfig | None,
         scaler: Scaler | None = None,
+        ema: float | None = None,
+        ema_warmup: bool = True,
     ) -> None:
         if loss is None and mesh.layout.pp > 1:
             raise UsageError(
@@ -104,6 +107,11 @@ class Engine:
             precision.scaler,
             self.arranged.care(optimizer),
         )
+        if ema is not None:
+            average = self.arranged.keep_average(optimizer, ema, ema_warmup)
+            self._update = averaging(self._update, average, self._overflowed)
+        self.settle: Callable[[], None] = lambda: None
+        """Called before weights change other than by the optimizer: what is being saved is copied first."""
         self._reach_flat_gradients()
         self._passes = 0
         """Forward passes with gradients since the last backward."""
@@ -255,10 +263,33 @@ class Engine:
         self._pending = False
         self._optimizer.zero_grad(set_to_none=True)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, averaged: bool = False) -> dict[str, Tensor]:
         """The whole model's, under its own names, on the first rank and empty elsewhere; all ranks call
-        it."""
-        return full_state(self.arranged)
+        it. With `averaged` their moving averages, where the engine keeps them."""
+        if not averaged or self._is_averaged:
+            return full_state(self.arranged)
+        with self.averaged():
+            # The model's own memory is about to be that of the live weights again.
+            copies: dict[int, Tensor] = {}
+            return {
+                name: copies.setdefault(id(value), value.detach().clone())
+                for name, value in full_state(self.arranged).items()
+            }
+
+    @contextmanager
+    def averaged(self) -> Iterator[Engine]:
+        """The moving average of the weights in their place, for evaluation; afterwards they are what they
+        were, bit for bit. All ranks enter it, and none steps inside."""
+        if self.arranged.average is None:
+            raise UsageError(
+                "engine.averaged() has no moving average to show; make the engine with "
+                "job.engine(..., ema=0.999)"
+            )
+        if self._is_averaged:
+            raise UsageError("engine.averaged() was entered twice; leave it first")
+        self.settle()
+        with self.arranged.averaged():
+            yield self
 
     def state_dict(self) -> dict[str, Any]:
         """What is beside weights and optimizer: the counts, and the loss scale of fp16. For checkpoints;
@@ -267,12 +298,14 @@ class Engine:
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
+            "num_averaged": self.arranged.num_averaged,
             "scaler": scaler.state_dict() if scaler is not None else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
         self.arranged.num_steps = self.num_steps + self.num_skipped
+        self.arranged.num_averaged = state.get("num_averaged", 0)
         if self._precision.scaler is not None and state["scaler"]:
             self._precision.scaler.load_state_dict(state["scaler"])
 
@@ -334,11 +367,23 @@ class Engine:
         if self.arranged.needs_finish:
             self.arranged.finish_gradients()
 
+    @property
+    def _is_averaged(self) -> bool:
+        return self.arranged.average is not None and self.arranged.average.is_in_place
+
+    def _overflowed(self) -> bool:
+        scaler = self._precision.scaler
+        return scaler is not None and scaler.overflowed
+
     def _step(self) -> None:
+        if self._is_averaged:
+            raise UsageError(
+                "a step was taken within engine.averaged(), where the weights are their averages; leave it "
+                "first"
+            )
         self.arranged.num_samples_here, self._samples = max(self._samples, 1), 0
         self.grad_norm = self._update()
-        scaler = self._precision.scaler
-        if scaler is not None and scaler.overflowed:
+        if self._overflowed():
             self.num_skipped += 1
         else:
             self.num_steps += 1

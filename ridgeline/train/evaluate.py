@@ -33,7 +33,8 @@ def evaluate(
     step: int,
     epoch: int,
 ) -> EvalRecord:
-    """One pass in evaluation mode; leaves the model in the mode it had."""
+    """One pass in evaluation mode; leaves the model in the mode it had. `arranged.averaged()` around it
+    makes it one of the averaged weights."""
     start = time.perf_counter()
     was_training = arranged.model.training
     arranged.train(False)
@@ -56,7 +57,9 @@ def evaluate(
     arranged.train(was_training)
     means, num_samples = _means(sums, arranged)
     seconds = time.perf_counter() - start
-    return EvalRecord(step, epoch, time.time(), num_samples, seconds, task.finish(means))
+    averaged = arranged.average is not None and arranged.average.is_in_place
+    metrics = task.finish(means)
+    return EvalRecord(step, epoch, time.time(), num_samples, seconds, metrics, averaged)
 
 
 def _add(sums: dict[str, Tensor], pairs: dict[str, tuple[Tensor, Tensor]]) -> None:

@@ -141,6 +141,8 @@ class Job:
         example_input: Any = None,
         elementwise: bool = False,
         scaler: Scaler | None = None,
+        ema: float | None = None,
+        ema_warmup: bool = True,
         **options: Any,
     ) -> Engine:
         """The model in any layout, with the optimizer made over its parameters: `engine(x)`,
@@ -149,7 +151,9 @@ class Job:
         `clip` is the largest norm of a step's gradient. `loss` takes outputs and targets: pipelines need
         it. `example_input` is for layouts that have to see the model run once (tp, cp, ep, pp).
         `elementwise` promises that an optimizer we do not know treats each number by itself. `scaler` is
-        for precision=fp16, where its scale is to be another than torch's. Options as of `parallelize`.
+        for precision=fp16, where its scale is to be another than torch's. `ema` keeps a moving average of
+        the weights, as `optim.ema` and `optim.ema_warmup` of a recipe: see `engine.averaged()`. Options as
+        of `parallelize`.
         """
         from ridgeline.train.engine import Engine
 
@@ -176,6 +180,8 @@ class Job:
             ddp=ddp,
             tune=tune,
             scaler=scaler,
+            ema=ema,
+            ema_warmup=ema_warmup,
         )
         self._has_autocast = True
         self._arranged[id(engine)] = engine.arranged

@@ -105,6 +105,8 @@ def measure(training: Training, requested: float = 0.0) -> Budget:
     else:
         peak, fragmentation = psutil.Process().memory_info().rss, 0
         capacity = psutil.virtual_memory().total
+    if arranged.average is not None:
+        state += _bytes(arranged.average.values)
     rest = max(peak - weights - gradients - state, 0) + requested
     copies = optimizer_slots(training.config)
     return Budget(

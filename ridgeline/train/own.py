@@ -51,6 +51,7 @@ class OwnCheckpoints:
         self._engine = engine
         if engine is not None:
             self._also["engine"] = engine
+            engine.settle = lambda: self._saver.release()
         self._waits = False
         """Whether one fell due while the one before was still being written."""
         self.num_steps = 0
@@ -106,6 +107,12 @@ class OwnCheckpoints:
 
     def save(self, wait: bool = False) -> None:
         """Save now; with `wait`, until it is on disk."""
+        average = self._arranged.average
+        if average is not None and average.is_in_place:
+            raise UsageError(
+                "a checkpoint was to be saved within engine.averaged(), where the weights are their "
+                "averages; leave it first"
+            )
         epoch, batch = self._loader.position
         names = self._arranged.state_names
         state: dict[str, Any] = {

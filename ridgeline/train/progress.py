@@ -45,7 +45,8 @@ def describe_step(record: StepRecord, facts: ModelFacts) -> str:
 def describe_eval(record: EvalRecord) -> str:
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     size = f"{record.num_samples} samples, {record.seconds:.1f} s"
-    return f"evaluation after step {record.step}: {metrics}  ({size})"
+    what = " of the averaged weights" if record.averaged else ""
+    return f"evaluation{what} after step {record.step}: {metrics}  ({size})"
 
 
 class Lines:

@@ -31,6 +31,7 @@ from ridgeline.plan.auto import Place, choose_layout
 from ridgeline.rundir import (
     BLOCKS,
     CONFIG,
+    LIVE_WEIGHTS,
     METRICS,
     PLAN,
     WEIGHTS,
@@ -268,7 +269,7 @@ class _Session:
         self._flush()
         self.checkpoints.release()  # an evaluation brings replicas together
         training = self.training
-        with self.alive.watch.during("evaluate"):
+        with self.alive.watch.during("evaluate"), training.arranged.averaged():
             to_device = self.skipped.noting(training.to_device, result.step)
             record = evaluate(
                 training.arranged,
@@ -290,11 +291,18 @@ class _Session:
         self.reached = reaches(metrics, self.config.train.target, self.training.task)
 
     def _save_weights(self) -> None:
+        arranged = self.training.arranged
         # Replicas that stepped on their own come together.
-        self.training.arranged.prepare_evaluation()
+        arranged.prepare_evaluation()
+        if arranged.average is not None:
+            self._write_weights(LIVE_WEIGHTS)
+        with arranged.averaged():  # what evaluations were of
+            self._write_weights(WEIGHTS)
+
+    def _write_weights(self, name: str) -> None:
         weights = full_state(self.training.arranged)
         if self.main_run is not None:
-            self.log.note(_write_weights(weights, self.main_run))
+            self.log.note(_write_weights(weights, self.main_run, name))
 
     def _go_on(self) -> Position:
         """Restore the newest whole checkpoint, if there is one, and say so."""
@@ -389,21 +397,21 @@ def _pause() -> None:
     time.sleep(1.0)
 
 
-def _write_weights(weights: Mapping[str, object], run: RunDir) -> str:
+def _write_weights(weights: Mapping[str, object], run: RunDir, name: str) -> str:
     """Tied weights are one tensor under several names, which the format has no word for: copy.
     Returns what went wrong: a run that trained has not failed for want of room."""
     seen: set[int] = set()
     unique = {}
-    for name, value in weights.items():
+    for key, value in weights.items():
         if isinstance(value, Tensor):
             tensor = value.contiguous()
-            unique[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            unique[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
             seen.add(tensor.data_ptr())
-    aside = run.file(WEIGHTS + ".part")
+    aside = run.file(name + ".part")
     try:
         save_file(unique, aside)
         aside.chmod(run.path.stat().st_mode & 0o666)  # the library makes it the owner's alone
-        aside.replace(run.file(WEIGHTS))
+        aside.replace(run.file(name))
     except (OSError, SafetensorError) as error:
         aside.unlink(missing_ok=True)
         return f"the final weights could not be written ({error}); make room and run again"

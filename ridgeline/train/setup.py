@@ -35,6 +35,7 @@ from ridgeline.models.build import MODELS, build_model
 from ridgeline.models.count import ESTIMATED, count_model
 from ridgeline.models.inputs import change_each
 from ridgeline.models.weights import load_weights
+from ridgeline.optim.average import averaging
 from ridgeline.optim.build import Trainable, build_optimizer
 from ridgeline.optim.layerwise import Whole
 from ridgeline.optim.master import build_master_adamw
@@ -45,7 +46,7 @@ from ridgeline.parallel.apply import arrange
 from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh, build_mesh, choose_device, read_order
 from ridgeline.parallel.norm import build_whole
-from ridgeline.parallel.precision import Precision, build_precision
+from ridgeline.parallel.precision import Precision, Scaler, build_precision
 from ridgeline.parallel.random import Randomness, seed_apart
 from ridgeline.parallel.tuned import prefer_attention
 from ridgeline.train.checks import check_batch, count_parts
@@ -215,6 +216,9 @@ def _build_on(
     )
     trainables = arranged.trainables()
     optimizer = _build_optimizer(config, layout, model, trainables, rate, build_whole(arranged))
+    parameters = [t.parameter for t in trainables]
+    care = arranged.care(optimizer)
+    update = build_update(optimizer, parameters, config.train.clip, precision.scaler, care)
     machine_facts = describe_machine(device, layout.precision, env.local_world_size)
     schedule, warmup_note = fit_warmup(config.schedule, num_steps)
     # For a model that draws numbers itself, apart on ranks that hold different samples. Dropout does
@@ -232,13 +236,7 @@ def _build_on(
         to_device=to_device,
         feed=build_feed(to_device, device),
         forward_backward=build_forward_backward(arranged, precision, clock, _step_begin(layout)),
-        update=build_update(
-            optimizer,
-            [t.parameter for t in trainables],
-            config.train.clip,
-            precision.scaler,
-            arranged.care(optimizer),
-        ),
+        update=_with_average(config, arranged, optimizer, precision.scaler, update),
         clock=clock,
         peak_lr=rate,
         schedule=build_schedule(schedule, num_steps, len(loader)),
@@ -289,6 +287,20 @@ def _build_optimizer(
     if config.tune.weights == "stochastic":
         return build_stochastic_adamw(model, config.optim, rate, config.train.seed)
     return build_master_adamw(model, config.optim, rate)
+
+
+def _with_average(
+    config: RunConfig,
+    arranged: Arranged,
+    optimizer: Optimizer,
+    scaler: Scaler | None,
+    update: Update,
+) -> Update:
+    """The update, with that of a moving average of the weights where the recipe asks for one."""
+    if config.optim.ema is None:
+        return update
+    average = arranged.keep_average(optimizer, config.optim.ema, config.optim.ema_warmup)
+    return averaging(update, average, lambda: scaler is not None and scaler.overflowed)
 
 
 def _check_vocab(config: RunConfig, source: Source) -> None:
