@@ -212,6 +212,7 @@ class _Asked:
         from ridgeline.search.run import RECIPE
         from ridgeline.search.space import fit_types, read_space
         from ridgeline.search.trials import write_request
+        from ridgeline.train.checks import check_metric
         from ridgeline.typed import leaf_items, to_plain
 
         for text in self.overrides:
@@ -229,6 +230,9 @@ class _Asked:
             job=self.job,
             **said,
         )
+        keys = [one.partition("=")[0].strip() for one in request.space]
+        if not any(key == "train.task" or key.startswith("data.") for key in keys):
+            check_metric(config, request.metric, "--metric")
         is_threads_said = config.threads is not None
         config = self._in_trials(config, request)
         _places(request, config)

@@ -13,4 +13,17 @@ MODELS: Final = (
     "unet2d", "unet3d", "vit",
 )  # fmt: skip
 SOURCES: Final = ("digits", "fields", "images", "packed", "synthetic", "text")
-TASKS: Final = ("classify", "segment", "causal_lm", "masked_lm", "forecast")
+METRICS: Final = {
+    "classify": ("loss", "accuracy"),
+    "segment": ("loss", "pixel_accuracy"),
+    "causal_lm": ("loss", "token_accuracy", "perplexity"),
+    "masked_lm": ("loss", "token_accuracy", "perplexity"),
+    "forecast": ("loss", "rmse"),
+}
+"""Of each task, what an evaluation gives."""
+TASKS: Final = tuple(METRICS)
+NATURAL: Final = {
+    "digits": "classify", "fields": "forecast", "images": "classify", "synthetic": "classify",
+    "text": "causal_lm",
+}  # fmt: skip
+"""What a source is for where its argument `task` says nothing else. Of others their data decides."""

@@ -11,7 +11,7 @@ from ridgeline.config import RunConfig, TrainConfig
 from ridgeline.errors import RunError, UsageError, unknown_word
 from ridgeline.layout import Layout
 from ridgeline.rundir import CHECKPOINTS, RunDir
-from ridgeline.shipped import MODELS, SOURCES, TASKS
+from ridgeline.shipped import METRICS, MODELS, NATURAL, SOURCES, TASKS
 
 
 def check_batch(config: RunConfig, layout: Layout) -> None:
@@ -43,6 +43,21 @@ def check_names(config: RunConfig) -> None:
     ):
         if ":" not in word and word not in known:
             raise unknown_word(kind, word, known, place)
+
+
+def check_metric(config: RunConfig, metric: str, place: str) -> None:
+    """A metric that no evaluation of the recipe gives, where its task is known without its data."""
+    name = config.train.task
+    if name == "auto":
+        said = config.data.args.get("task")
+        name = str(said or NATURAL.get(config.data.source, ""))
+    known = METRICS.get(name)
+    if known is not None and metric not in known:
+        raise unknown_word("metric", metric, known, f"{place} (the task is {name})")
+    if metric != "loss" and config.train.eval_samples == 0:
+        raise UsageError(
+            f"{place} {metric} is of evaluations, and train.eval_samples=0 has none; use {place} loss"
+        )
 
 
 def tell_past(config: RunConfig, run: RunDir) -> str:

@@ -122,4 +122,14 @@ def test_the_names_that_are_checked_without_torch_are_those_there_are() -> None:
 
     assert set(shipped.MODELS) == set(MODELS)
     assert set(shipped.SOURCES) == set(SOURCES)
-    assert set(shipped.TASKS) == set(TASKS)
+    assert {name: task.metrics for name, task in TASKS.items()} == shipped.METRICS
+
+
+@pytest.mark.parametrize("name", ["digits", "fields", "synthetic", "text"])
+def test_what_a_source_is_for_is_known_without_torch(name) -> None:
+    from ridgeline.data.build import SOURCES
+    from ridgeline.shipped import NATURAL
+
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    assert SOURCES[name](0)[0].info.task == NATURAL[name]

@@ -296,6 +296,26 @@ def test_a_failed_trial_is_told_by_its_own_sentence(tmp_path: Path) -> None:
     assert last_words(log) == "the loss is nan; lower train.lr"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["digits", "--metric", "acuracy"], "did you mean 'accuracy'?"),
+        (["text", "--metric", "accuracy"], "known: loss, perplexity, token_accuracy"),
+        (["text", "train.eval_samples=0", "--metric", "perplexity"], "use --metric loss"),
+    ],
+)
+def test_a_metric_that_no_trial_will_give_is_told_before_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [{"text": "llama-text"}.get(word, word) for word in words]
+    found = CliRunner().invoke(app, ["search", *words, *OVER])
+    assert isinstance(found.exception, UsageError)
+    assert "--metric" in str(found.exception)
+    assert said in str(found.exception)
+    assert not any(tmp_path.iterdir())
+
+
 def test_without_evaluations_the_last_losses_are_the_score(tmp_path: Path) -> None:
     lines = [
         {"kind": "step", "step": n, "epoch": 0, "time": 0.0, "loss": float(20 - n), "lr": 0.1,
