@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 from ridgeline.cli_shared import counting_bar, require_torch
 from ridgeline.errors import UsageError
@@ -16,7 +18,25 @@ from ridgeline.errors import UsageError
 if TYPE_CHECKING:
     from ridgeline.config import RunConfig
 
-scale_app = typer.Typer(help="What more samples in a step are worth.", no_args_is_help=True)
+
+class _Commands(typer.core.TyperGroup):
+    """`ridgeline scale RUN` leaves the command out, and is told which there is."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from ridgeline.config import recipe_names
+
+        what = args[0] if args else ""
+        if what not in self.commands and (what in recipe_names() or Path(what or "-").exists()):
+            raise UsageError(
+                f"ridgeline scale takes a command, and {what!r} is none; measure the gradient noise scale of "
+                f"it with `ridgeline scale noise {shlex.quote(what)}`"
+            )
+        return super().parse_args(ctx, args)
+
+
+scale_app = typer.Typer(
+    cls=_Commands, help="What more samples in a step are worth.", no_args_is_help=True
+)
 
 
 @scale_app.callback()

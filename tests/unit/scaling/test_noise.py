@@ -256,3 +256,14 @@ def test_what_is_asked_wrongly(run: Path) -> None:
     done = CliRunner().invoke(app, ["scale", "noise", "digits", "--all"])
     assert isinstance(done.exception, UsageError)
     assert "--all is for runs" in str(done.exception)
+
+
+@pytest.mark.parametrize("what", ["digits", "run"])
+def test_what_is_given_without_a_command_names_the_command(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    done = CliRunner().invoke(app, ["scale", what])
+    assert isinstance(done.exception, UsageError)
+    assert f"`ridgeline scale noise {what}`" in str(done.exception)
