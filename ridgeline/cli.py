@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -229,15 +230,41 @@ def _train_in(
     asked: _Asked, chosen: Chosen, into: Path | None, starter: Starter, limits: Limits
 ) -> None:
     """The run directory, the ranks, the report."""
-    from ridgeline.config import dump_config
-    from ridgeline.launch.lock import locked
-    from ridgeline.rundir import CONFIG, PLAN, RunDir
+    from ridgeline.rundir import CONFIG, RunDir
 
     config = chosen.config
     if _says_past(asked, config, into):
         return
     known = into is not None and (into / CONFIG).is_file()
-    run = RunDir.create(asked.out, config.name) if into is None else RunDir.at(into)
+    with _leaving_no_folders(asked.out if into is None else into):
+        run = RunDir.create(asked.out, config.name) if into is None else RunDir.at(into)
+        _train_at(run, asked, chosen, starter, limits, known)
+    report = _write_report(run)
+    say(f"run directory: {run.path}\nreport: {report}")
+
+
+@contextmanager
+def _leaving_no_folders(path: Path) -> Iterator[None]:
+    """Of a recipe that is refused nothing stays, also not the folders that were made for its run."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield
+    except UsageError:
+        for folder in made:
+            with suppress(OSError):  # it is there no more, or something else is in it by now
+                folder.rmdir()
+        raise
+
+
+def _train_at(
+    run: RunDir, asked: _Asked, chosen: Chosen, starter: Starter, limits: Limits, known: bool
+) -> None:
+    """What the directory is given before the ranks, and they."""
+    from ridgeline.config import dump_config
+    from ridgeline.launch.lock import locked
+    from ridgeline.rundir import CONFIG, PLAN
+
+    config = chosen.config
     if asked.fresh:
         with locked(run.path):
             run.start_over()
@@ -252,8 +279,6 @@ def _train_in(
         else:
             run.file(PLAN).unlink(missing_ok=True)  # of a layout that it no longer has
         _run_ranks(config, starter, run, before, limits)
-    report = _write_report(run)
-    say(f"run directory: {run.path}\nreport: {report}")
 
 
 def _says_past(asked: _Asked, config: RunConfig, into: Path | None) -> bool:

@@ -28,8 +28,8 @@ class _Commands(typer.core.TyperGroup):
         what = args[0] if args else ""
         if what not in self.commands and (what in recipe_names() or Path(what or "-").exists()):
             raise UsageError(
-                f"ridgeline scale takes a command, and {what!r} is none; measure the gradient noise scale of "
-                f"it with `ridgeline scale noise {shlex.quote(what)}`"
+                f"ridgeline scale takes a command, and {what!r} is none; measure its gradient noise scale "
+                f"with `ridgeline scale noise {shlex.quote(what)}`"
             )
         return super().parse_args(ctx, args)
 

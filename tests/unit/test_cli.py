@@ -54,6 +54,14 @@ def test_version(command) -> None:
     assert command("version").out == f"{__version__}\n"
 
 
+def test_a_recipe_that_the_ranks_refuse_leaves_nothing(command, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    for words in ((), ("--out", "a/b"), ("--run", "c/d")):
+        ended = command("train", "digits", "model.args.foo=3", "-n", "1", *words)
+        assert (ended.code, "foo" in ended.err) == (2, True)
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_the_package_runs_as_a_module() -> None:
     called = [sys.executable, "-m", "ridgeline", "version"]
     found = subprocess.run(called, capture_output=True, text=True, check=True)
