@@ -252,7 +252,8 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
             ranks, timeline, out, asked.as_json, folder / TRACE, ran, without=without, more=more
         )
     if asked.effort is not None:
-        value["ladder"] = _climb(asked, config, out, ranks[0], asked.effort)
+        trained = ran if config is not None else None
+        value["ladder"] = _climb(asked, trained, out, ranks[0], asked.effort)
     return value
 
 
@@ -314,16 +315,9 @@ def _with_ranks(config: RunConfig, num_ranks: int) -> RunConfig:
 
 def _check_can_run(asked: Asked, config: RunConfig | None) -> None:
     """What is known to be wrong before anything runs."""
-    from ridgeline.doctor.climb import check_one_device
     from ridgeline.doctor.interface import surely_lacks_interface, tell_missing
     from ridgeline.machine.record import read_machine
 
-    if asked.effort is not None and asked.num_processes > 1:
-        raise UsageError(
-            f"-n {asked.num_processes} with --climb: a climb is on one device; leave -n out"
-        )
-    if asked.effort is not None and config is not None:
-        check_one_device(config)
     if asked.machine is not None:
         if not asked.machine.is_file():
             raise UsageError(
@@ -434,19 +428,25 @@ def _climb(
 
     # Also where a shell has started this in the background, and Ctrl-C is ignored there.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    say("\nclimbing; every state has its own process, and what is compared takes turns\n")
+    several = f"-n {asked.num_processes}" if asked.num_processes > 1 else ""
+    own = f"{asked.num_processes} processes of its own" if several else "its own process"
+    say(f"\nclimbing; every state has {own}, and what is compared takes turns\n")
     try:
         if config is None:
             script = Path(asked.what)
             ladder = climb_script(
-                script, asked.rest, out, measured=measured, effort=effort, say=say
-            )
+                script, asked.rest, out, measured=measured, effort=effort, say=say,
+                num_ranks=asked.num_processes,
+            )  # fmt: skip
             say(f"\nwritten: {CLIMBED}, ladder.json, ladder.svg in {out}")
-            use = f"RIDGELINE_TUNE={out / CLIMBED} python {script}, or ridgeline.start(tune=...) in it"
+            how = "python" if asked.num_processes == 1 else f"ridgeline launch {several} -- python"
+            use = (
+                f"RIDGELINE_TUNE={out / CLIMBED} {how} {script}, or ridgeline.start(tune=...) in it"
+            )
         else:
             ladder = climb(config, out, measured=measured, effort=effort, say=say)
             say(f"\nwritten: {RECIPE}, ladder.json, ladder.svg in {out}")
-            use = f"ridgeline train {out / RECIPE}"
+            use = " ".join(["ridgeline train", str(out / RECIPE), several]).strip()
     except OSError as error:
         raise RunError(f"cannot climb in {out} ({error.strerror}); name another --out") from error
     if ladder.interrupted:

@@ -1,5 +1,6 @@
 """One state of a climb in a process of its own: `python -m ridgeline.doctor.candidate RECIPE`, or with
-`--ready DEVICE` one that imports everything, says so, and waits to be told the recipe.
+`--ready DEVICE` one that imports everything, says so, and waits to be told the recipe. With `--ranks` it is
+one of several, and the environment says which.
 
 It builds the training, and then runs steps when a line of JSON on its standard input says so, answering
 with one line: seconds a step, losses, parts, memory. Between two turns it holds nothing of the device that
@@ -17,21 +18,25 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-READY = "--ready"
+if TYPE_CHECKING:
+    from ridgeline.launch.env import RankEnv
+
+READY, RANKS = "--ready", "--ranks"
 
 
 class Runner:
     """A training that goes on in turns."""
 
-    def __init__(self, recipe: Path, nudge: float = 0.0) -> None:
+    def __init__(self, recipe: Path, nudge: float = 0.0, env: RankEnv | None = None) -> None:
         from ridgeline.config import load_config
         from ridgeline.launch.env import read_rank_env
         from ridgeline.train.loop import train_loop
         from ridgeline.train.setup import build_training
 
-        self.training = build_training(load_config(recipe).config, read_rank_env({}))
+        env = env or read_rank_env({})
+        self.training = build_training(load_config(recipe).config, env)
         self.device = self.training.mesh.device
         if nudge:
             nudge_weights(self.training.arranged.model, nudge)
@@ -44,6 +49,7 @@ class Runner:
             untimed = max(untimed, self._num_ready())
         losses = [next(self._steps).loss_share for _ in range(untimed)]
         self._wait()
+        self._meet()
         self._reset_peak()
         pending = []
         start = time.perf_counter()
@@ -57,7 +63,7 @@ class Runner:
         names = sorted({name for part in parts for name in part})
         answer = {
             "step_s": spent / max(timed, 1),
-            "losses": [float(loss) for loss in losses],
+            "losses": self._whole(losses),
             # Of all steps, as the step's time is: a loader that stalls one step in six is seen.
             "parts": {n: statistics.fmean(part.get(n, 0.0) for part in parts) for n in names},
             "peak_bytes": self._peak(),
@@ -72,6 +78,15 @@ class Runner:
         self._give_back()
         return {**answer, "rest_bytes": self._rest()}
 
+    def _whole(self, shares: list[Any]) -> list[float]:
+        """The losses of the global batch: each rank has its part of them."""
+        import torch
+
+        if not shares:
+            return []
+        stacked = torch.stack([share.double() for share in shares])
+        return self.training.mesh.sum_over_data(stacked).tolist()
+
     def _num_ready(self) -> int:
         """Batches that the loader may have ready before anybody asks, and one on its way."""
         data = self.training.config.data
@@ -82,6 +97,13 @@ class Runner:
 
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def _meet(self) -> None:
+        """Ranks begin together, so that none is timed as it waits for one that was told later."""
+        import torch.distributed as dist
+
+        if self.training.mesh.env.world_size > 1:
+            dist.barrier()
 
     def _reset_peak(self) -> None:
         """Not with captured graphs: what they hold was counted when they were captured, and never again."""
@@ -178,16 +200,16 @@ def _bf16_rate() -> float:
     return taken[torch.float32] / taken[torch.bfloat16]
 
 
-def _get_ready(device: str, answers: TextIO) -> Path:
+def _get_ready(device: str, place: int, answers: TextIO) -> Path:
     """Import, wait for the recipe, and write to its log from there on."""
     import torch
 
     import ridgeline.train.loop
     import ridgeline.train.setup  # noqa: F401
 
-    if device != "cpu" and torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.device_count() > place:
         with contextlib.suppress(RuntimeError):  # a full device is the state's own to report
-            torch.zeros(1, device="cuda")
+            torch.zeros(1, device=f"cuda:{place}")
     print(json.dumps({"ready": time.time()}), file=answers, flush=True)
     line = sys.stdin.readline()
     if not line:
@@ -203,13 +225,16 @@ def main(argv: list[str]) -> None:
     # Answers go out on a copy of standard output; whatever else is printed goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    recipe = Path(argv[0]) if argv[0] != READY else _get_ready(argv[1], answers)
+    from ridgeline.launch.env import read_rank_env
+
+    env = read_rank_env(None if RANKS in argv else {})
+    recipe = Path(argv[0]) if argv[0] != READY else _get_ready(argv[1], env.local_rank, answers)
     runner: Runner | None = None
     for line in sys.stdin:
         asked = json.loads(line)
         try:
             if runner is None:
-                runner = Runner(recipe, asked["nudge"])
+                runner = Runner(recipe, asked["nudge"], env)
             answer = runner.turn(asked["untimed"], asked["timed"])
         except Exception as error:
             import traceback

@@ -274,7 +274,10 @@ def split_advice(remedies: Mapping[str, Remedy]) -> tuple[list[Remedy], list[Rem
 
 def carry(step: Step, parts: Parts) -> Parts:
     """A changed step's parts: its own clock's, and for the kernels the proportions that were measured."""
-    before, now = step.step_s - step.data_s, parts.step_s - parts.data_s
+    # What a clock does not tell of communication is as it was: kernels are what remedies shorten.
+    comm_s = parts.comm_exposed_s or min(step.comm_exposed_s, parts.step_s)
+    before = step.step_s - step.data_s - step.comm_exposed_s
+    now = max(parts.step_s - parts.data_s - comm_s, 0.0)
     shrunk = now / before if before > 0 else 1.0
     measured = {
         name: shrunk * seconds(step, name)
@@ -284,5 +287,6 @@ def carry(step: Step, parts: Parts) -> Parts:
     return dataclasses.replace(
         parts,
         launch_s=shrunk * step.launch_s,
+        comm_exposed_s=comm_s,
         classes={**classes, OPTIMIZER: seconds(parts, OPTIMIZER)},
     )

@@ -181,6 +181,7 @@ class _Ascent:
             spent_s=self.spent_s,
             wobble=self.wobble,
             device=self.device,
+            num_ranks=effort.num_ranks,
         )
 
 
@@ -200,9 +201,9 @@ def climb(
     winning settings), `ladder.json` and `ladder.svg` in `out`, also when it is interrupted. `cache` is
     where compiled code is kept, for climbs that are to find it again.
     """
-    check_one_device(config)
     check_names(effort.without, remedies)
-    spares = build_spares(config, out / "states", cache, 1 + effort.num_ahead)
+    effort = dataclasses.replace(effort, num_ranks=count_ranks(config))
+    spares = build_spares(config, out / "states", cache, 1 + effort.num_ahead, effort.num_ranks)
 
     def start(config: RunConfig, name: str, folder: Path, effort: Effort) -> Candidate:
         return Candidate(config, name, folder, effort, cache, spares)
@@ -216,9 +217,11 @@ def climb(
         spares.close()
 
 
-def check_one_device(config: RunConfig) -> None:
-    if read_auto(config.layout) is None and Layout.parse(config.layout or "dp=1").world_size != 1:
-        raise UsageError(f"a climb is on one device, and the layout is {config.layout!r}; use dp=1")
+def count_ranks(config: RunConfig) -> int:
+    """Processes that a recipe's layout has, all on this machine; one where it is left to be chosen."""
+    if read_auto(config.layout) is not None:
+        return 1
+    return Layout.parse(config.layout or "dp=1").world_size
 
 
 def climb_script(
@@ -230,8 +233,9 @@ def climb_script(
     remedies: Mapping[str, Remedy] = SCRIPT_REMEDIES,
     effort: Effort = Effort(),  # noqa: B008
     say: Callable[[str], None] = print,
+    num_ranks: int = 1,
 ) -> Ladder:
-    """The same for a script of the user's own, which runs as it is in every state.
+    """The same for a script of the user's own, which runs as it is in every state, on so many ranks.
 
     Leaves `climbed.yaml`, for `ridgeline.start(tune=...)` or RIDGELINE_TUNE, instead of a recipe.
     """
@@ -248,7 +252,7 @@ def climb_script(
         write_settings(script_settings(config), out / CLIMBED, comment)
 
     # Two of the same script at once would write the same files.
-    alone = dataclasses.replace(effort, ahead=0)
+    alone = dataclasses.replace(effort, ahead=0, num_ranks=num_ranks)
     plain = of_script(script)
     return _climb(plain, out, start, write, "script", measured, remedies, alone, say)
 

@@ -143,6 +143,8 @@ class Ladder:
     spent_s: float = 0.0
     device: str = ""
     """Its kind: cuda or cpu."""
+    num_ranks: int = 1
+    """Processes of each state."""
     wobble: float | None = None
     """How far the baseline is from itself when its first weights are nudged; None where nobody asked."""
 
@@ -260,6 +262,7 @@ def _notes(ladder: Ladder) -> list[str]:
         tenth += "; where several started at once, each took longer than it does alone"
     if any(rung.peak_bytes for rung in ladder.rungs):
         whose = "tensors on the device" if ladder.device == "cuda" else "the whole process"
+        whose += ", of the rank that has most" if ladder.num_ranks > 1 else ""
         tenth += f"; memory: {whose}, at its peak"
     many = [
         f"{rung.name}: {', '.join(rung.members)}; each promises too little to be told from noise by itself"

@@ -27,6 +27,7 @@ MANY_CONVOLUTIONS = 4
 
 @dataclass(frozen=True)
 class Look:
+    num_parameters: int = 0
     num_conv2d: int = 0
     num_other_conv: int = 0
     """Convolutions of one and three dimensions."""
@@ -84,6 +85,7 @@ def look_of(model: nn.Module) -> Look:
     odd = [m for m in linears if _is_odd(m)]
     inside = [m for block in blocks for m in block.modules() if type(m) is nn.Linear]
     return Look(
+        num_parameters=sum(p.numel() for p in model.parameters()),
         num_conv2d=sum(isinstance(m, nn.Conv2d) for m in modules),
         num_other_conv=sum(isinstance(m, (nn.Conv1d, nn.Conv3d)) for m in modules),
         num_blocks=len(blocks),

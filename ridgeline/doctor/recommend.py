@@ -41,11 +41,11 @@ def list_remedies(measured: Measured, config: RunConfig, without: Sequence[str] 
 def how_to_try(script: str, arguments: Sequence[str], num_processes: int, has_job: bool) -> str:
     """What is said beneath the remedies of a script."""
     rest = ["--", *arguments] if arguments else []
-    command = shlex.join(["ridgeline", "doctor", script, "--climb", *rest])
-    where = ", on one device," if num_processes > 1 else ""
+    ranks = ["-n", str(num_processes)] if num_processes > 1 else []
+    command = shlex.join(["ridgeline", "doctor", script, *ranks, "--climb", *rest])
     if has_job:
-        return f"`{command}`{where} tries what can be set from outside, and keeps what is faster and right"
+        return f"`{command}` tries what can be set from outside, and keeps what is faster and right"
     return (
-        f"--climb{where} tries what can be set from outside, in a script with five lines: {FIVE_LINES} "
+        f"--climb tries what can be set from outside, in a script with five lines: {FIVE_LINES} "
         "(docs/train.md)"
     )

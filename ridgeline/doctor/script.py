@@ -12,7 +12,7 @@ import gc
 import runpy
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.autograd.profiler import record_function
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
+from ridgeline.config import DdpConfig
 from ridgeline.doctor.interface import tell_missing
 from ridgeline.doctor.measure import (
     Facts,
@@ -60,9 +61,11 @@ class _Watch:
         self.roofline: ComputeFacts | None = None
         self.num_steps = 0
         self.job: Job | None = None
-        """Of a script that has given a model to `job.parallelize`."""
+        """Of a script that has given a model to `job.parallelize` or `job.engine`."""
         self.look: Look | None = None
         """Of that model, before it was arranged."""
+        self.bucket_mb = DdpConfig().bucket_mb
+        """Of its replicas' gradients."""
         self.seen = SeenScript(has_job=False)
         self.place = (0, 1)
         """Rank and number of ranks, after the first step."""
@@ -99,7 +102,9 @@ class _Watch:
             self.seen = SeenScript(has_job=self.job is not None)
             with suppress(Exception):  # what it says of remedies is worth no script's end
                 look = self.look or (look_of(self.model) if self.model is not None else Look())
-                self.seen = look_at_script(self.job, look, self.workers, optimizer, self.streams)
+                self.seen = look_at_script(
+                    self.job, look, self.workers, optimizer, self.streams, self.bucket_mb
+                )
             device = next(p.device for g in optimizer.param_groups for p in g["params"])
             self.roofline = find_roofline(device, self._options.machine)
             options = self._options
@@ -194,7 +199,7 @@ def _watched(watch: _Watch) -> Iterator[None]:
     """Torch's loader tells when it is asked for a batch, its annotations when they begin and end, and a job
     that it was given a model."""
     loader, notes = dataloader._BaseDataLoaderIter, record_function
-    before = loader.__next__, notes.__enter__, notes.__exit__, Job.parallelize
+    before = loader.__next__, notes.__enter__, notes.__exit__
 
     def next_batch(self: Any) -> Any:
         watch.workers = self._num_workers
@@ -214,22 +219,46 @@ def _watched(watch: _Watch) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             watch.closed()
 
-    def parallelize(self: Job, model: nn.Module, *args: Any, **options: Any) -> Any:
+    def given(job: Job, model: nn.Module, bucket_mb: float) -> None:
         if watch.job is None:
-            watch.job = self
+            watch.job, watch.bucket_mb = job, bucket_mb
             with suppress(Exception):
                 watch.look = look_of(model)
-        return before[3](self, model, *args, **options)
 
     loader.__next__ = next_batch  # type: ignore[method-assign]
     notes.__enter__, notes.__exit__ = enter, leave  # type: ignore[method-assign]
-    Job.parallelize = parallelize  # type: ignore[method-assign]
     try:
-        yield
+        with models_seen(given):
+            yield
     finally:
         loader.__next__ = before[0]  # type: ignore[method-assign]
         notes.__enter__, notes.__exit__ = before[1:3]  # type: ignore[method-assign]
-        Job.parallelize = before[3]  # type: ignore[method-assign]
+
+
+@contextmanager
+def models_seen(given: Callable[[Job, nn.Module, float], None]) -> Iterator[None]:
+    """A job tells of each model that it is given, before it is arranged, and how large buckets of its
+    replicas are to be."""
+    before = Job.parallelize, Job.engine
+
+    def parallelize(self: Job, model: nn.Module, *args: Any, **options: Any) -> Any:
+        given(self, model, _bucket_mb(self, options))
+        return before[0](self, model, *args, **options)
+
+    def engine(self: Job, model: nn.Module, *args: Any, **options: Any) -> Any:
+        given(self, model, _bucket_mb(self, options))
+        return before[1](self, model, *args, **options)
+
+    Job.parallelize, Job.engine = parallelize, engine  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Job.parallelize, Job.engine = before  # type: ignore[method-assign]
+
+
+def _bucket_mb(job: Job, options: Mapping[str, Any]) -> float:
+    settings = job.settings.bucket_mb if job.settings is not None else 0.0
+    return float(settings or options.get("bucket_mb", DdpConfig().bucket_mb))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 The script runs as it is; its settings come to `ridgeline.start` by RIDGELINE_TUNE. A step is over when its
 optimizer's is. After as many as were asked for, the hook that is told so answers and waits for the next
 line, so that the script stands still while other states are measured. The loss of a step is what the script
-called backward on. Started by `states.py`.
+called backward on, or gave to its engine. Started by `states.py`, once for each rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from torch.utils.data import dataloader
 from ridgeline.doctor.candidate import device_facts, nudge_weights
 from ridgeline.doctor.interface import tell_missing
 from ridgeline.doctor.model_look import Look, look_of
-from ridgeline.doctor.script import Enough, no_checkpoints, run_script
+from ridgeline.doctor.script import Enough, models_seen, no_checkpoints, run_script
 from ridgeline.doctor.seen import look_at_script
 from ridgeline.errors import RunError, UsageError, tell_where
 from ridgeline.machine.describe import peak_memory_bytes
+from ridgeline.train.engine import Engine
 from ridgeline.train.job import Job, JobLoader
 
 
@@ -52,7 +53,10 @@ class Turns:
         self.job: Job | None = None
         self.look = Look()
         self.batch = self.workers = 0
+        self.bucket_mb = 0.0
         self.nudge = 0.0
+        self.in_engine = False
+        """Whether an engine has said what it computes gradients of, scaled or in parts as it will be."""
 
     def wait(self) -> bool:
         """For the next line; False when there is none any more."""
@@ -101,8 +105,14 @@ class Turns:
             if not self.wait():
                 raise Enough
 
+    def given(self, job: Job, model: nn.Module, bucket_mb: float) -> None:
+        if self.job is None:
+            self.job, self.look, self.bucket_mb = job, look_of(model), bucket_mb
+            if self.nudge:
+                nudge_weights(model, self.nudge)
+
     def lost(self, loss: Tensor) -> None:
-        if loss.numel() == 1:
+        if loss.numel() == 1 and not self.in_engine:
             self._of_step.append(loss.detach().float().reshape(()))
 
     def waited(self, seconds: float) -> None:
@@ -131,7 +141,11 @@ class Turns:
                 "unit": "samples" if self.batch else "steps",
                 "units_per_sample": 1,
                 "time": time.time(),
-                "seen": asdict(look_at_script(self.job, self.look, self.workers, self._first)),
+                "seen": asdict(
+                    look_at_script(
+                        self.job, self.look, self.workers, self._first, bucket_mb=self.bucket_mb
+                    )
+                ),
             }
         )
         self._losses = []
@@ -144,54 +158,79 @@ def watched(turns: Turns) -> Iterator[None]:
     """Have the job, loaders and backward tell what they are given."""
     iterator = dataloader._BaseDataLoaderIter
     before = (
-        Job.parallelize,
         JobLoader.__init__,
         iterator.__next__,
         torch.autograd.backward,
+        Engine.backward,
+        Engine._through_stages,
     )
 
-    def parallelize(self: Job, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        if turns.job is None:
-            turns.job, turns.look = self, look_of(model)
-            if turns.nudge:
-                nudge_weights(model, turns.nudge)
-        return before[0](self, model, *args, **options)
-
     def make(self: JobLoader, *args: Any, **options: Any) -> None:
-        before[1](self, *args, **options)
+        before[0](self, *args, **options)
         if not turns.batch:
             turns.batch, turns.workers = self._batch, self._loader.num_workers
 
     def next_batch(self: Any) -> Any:
         begun = time.perf_counter()
         try:
-            return before[2](self)
+            return before[1](self)
         finally:
             turns.waited(time.perf_counter() - begun)
 
     def backward(tensors: Any, *args: Any, **options: Any) -> None:
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             turns.lost(tensor)
-        before[3](tensors, *args, **options)
+        before[2](tensors, *args, **options)
 
-    Job.parallelize = parallelize  # type: ignore[method-assign]
+    def engine_backward(self: Engine, loss: Tensor) -> None:
+        turns.lost(loss.detach() * self._weight())
+        turns.in_engine = True
+        try:
+            before[3](self, loss)
+        finally:
+            turns.in_engine = False
+
+    def through_stages(self: Engine, batch: Any) -> Tensor:
+        """The update is a part of it, so that the loss is noted where the stages have it."""
+        staged, scale = self.arranged.staged, self._precision.scale() * self._mesh.axis_size("cp")
+        assert staged is not None
+        forward_backward = staged.forward_backward
+
+        def noted(*args: Any, **options: Any) -> Tensor:
+            turns.in_engine = True
+            try:
+                total = forward_backward(*args, **options)
+            finally:
+                turns.in_engine = False
+            turns.lost(total / scale)
+            return total
+
+        staged.forward_backward = noted  # type: ignore[method-assign]
+        try:
+            return before[4](self, batch)
+        finally:
+            del staged.forward_backward
+
     JobLoader.__init__ = make  # type: ignore[method-assign,assignment]
     iterator.__next__ = next_batch  # type: ignore[method-assign]
     torch.autograd.backward = backward  # Tensor.backward calls it by this name
+    Engine.backward = engine_backward  # type: ignore[method-assign]
+    Engine._through_stages = through_stages  # type: ignore[method-assign]
     handles = [
         register_optimizer_step_pre_hook(turns.before_update),
         register_optimizer_step_post_hook(turns.stepped),
     ]
     try:
-        with no_checkpoints():
+        with no_checkpoints(), models_seen(turns.given):
             yield
     finally:
         for handle in handles:
             handle.remove()
-        Job.parallelize = before[0]  # type: ignore[method-assign]
-        JobLoader.__init__ = before[1]  # type: ignore[method-assign]
-        iterator.__next__ = before[2]  # type: ignore[method-assign]
-        torch.autograd.backward = before[3]
+        JobLoader.__init__ = before[0]  # type: ignore[method-assign]
+        iterator.__next__ = before[1]  # type: ignore[method-assign]
+        torch.autograd.backward = before[2]
+        Engine.backward = before[3]  # type: ignore[method-assign]
+        Engine._through_stages = before[4]  # type: ignore[method-assign]
 
 
 def main(argv: list[str]) -> None:

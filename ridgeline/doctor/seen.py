@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.config import RunConfig
+from ridgeline.config import DdpConfig, RunConfig
 from ridgeline.doctor.measured import ATTENTION, CONVOLUTION, MATRIX, Measured
 from ridgeline.doctor.model_look import SCRIPT, STREAMS, Look
 from ridgeline.layout import Layout
@@ -49,13 +49,20 @@ class SeenScript:
     compiles: bool = False
     """Whether it compiles something by itself."""
     has_job: bool = True
+    bucket_mb: float = DdpConfig().bucket_mb
+    """Of its replicas' gradients."""
 
 
 def look_at_script(
-    job: Job | None, look: Look, workers: int, optimizer: Optimizer, streams: bool = False
+    job: Job | None,
+    look: Look,
+    workers: int,
+    optimizer: Optimizer,
+    streams: bool = False,
+    bucket_mb: float = DdpConfig().bucket_mb,
 ) -> SeenScript:
     """After its first step. `look`: of the model before a job arranged it; `workers` and `streams`: of the
-    loader that was asked for a batch."""
+    loader that was asked for a batch; `bucket_mb`: what the job was told."""
     import torch
 
     settings = job.settings if job is not None else None
@@ -76,6 +83,7 @@ def look_at_script(
         searches=torch.backends.cudnn.benchmark,
         compiles=_has_compiled(),
         has_job=job is not None,
+        bucket_mb=bucket_mb,
     )
 
 
@@ -124,6 +132,7 @@ def as_seen(config: RunConfig, seen: SeenScript) -> RunConfig:
         model=dataclasses.replace(config.model, name=SCRIPT, args=dict(seen.look)),
         data=dataclasses.replace(config.data, workers=seen.workers, prefetch=2),
         tune=dataclasses.replace(tune, fused_optimizer=fused),
+        ddp=dataclasses.replace(config.ddp, bucket_mb=seen.bucket_mb),
     )
 
 

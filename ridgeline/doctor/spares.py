@@ -9,16 +9,13 @@ started when it is needed. Used by `states.py`, from the threads of `ahead.py` t
 from __future__ import annotations
 
 import contextlib
-import json
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ridgeline.doctor.processes import Process, Processes, rank_log, start
 from ridgeline.errors import RunError
 
 READY_S = 600.0
@@ -27,71 +24,74 @@ READY_S = 600.0
 
 @dataclass
 class Spare:
-    """A process that waits for a recipe, and how long it took to get there."""
+    """Processes that wait for a recipe, one a rank, and how long they took to get there."""
 
-    process: subprocess.Popen[str]
-    started: float
+    ranks: Processes
     log: Path
     ready_s: float | None = None
+
+    @property
+    def process(self) -> Process:
+        """Of the first rank."""
+        return self.ranks.processes[0]
+
+    @property
+    def started(self) -> float:
+        return self.ranks.started
 
     def wait(self) -> float:
         """Seconds from its start until it was ready."""
         if self.ready_s is None:
-            stdout = self.process.stdout
-            assert stdout is not None
-            answers = bool(select.select([stdout], [], [], READY_S)[0])
-            line = stdout.readline() if answers else ""
-            if not line:
-                self.process.kill()
-                what = "ended" if answers else f"was not ready within {READY_S:.0f} s"
-                raise RunError(f"a process for a state {what}; see {self.log}")
-            self.ready_s = float(json.loads(line)["ready"]) - self.started
+            begun = time.monotonic()
+            try:
+                answers = self.ranks.listen(READY_S)
+            except RunError as error:
+                self.ranks.kill()
+                late = time.monotonic() - begun >= READY_S
+                what = f"was not ready within {READY_S:.0f} s" if late else "ended"
+                raise RunError(f"a process for a state {what}; see {self.log}") from error
+            self.ready_s = max(float(answer["ready"]) for answer in answers) - self.started
         return self.ready_s
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        return self.ranks.is_alive
 
     def give(self, recipe: Path, log: Path) -> None:
-        assert self.process.stdin is not None
-        line = json.dumps({"recipe": str(recipe), "log": str(log)})
-        try:
-            print(line, file=self.process.stdin, flush=True)
-        except OSError as error:
-            raise RunError(f"a process for a state ended; see {self.log}") from error
+        """The recipe, and where what is printed goes from now on."""
+        for rank in range(len(self.ranks.processes)):
+            place = rank_log(log, rank) if rank else log
+            place.touch()
+            try:
+                self.ranks.tell(rank, {"recipe": str(recipe), "log": str(place)})
+            except OSError as error:
+                raise RunError(f"a process for a state ended; see {self.log}") from error
+        self.ranks.logs = tuple(
+            rank_log(log, rank) if rank else log for rank in range(len(self.ranks.processes))
+        )
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-
-
-def start(variables: Sequence[str], arguments: Sequence[str], log: Path) -> Spare:
-    """A process of Python with its output in `log`, in a session of its own: an interrupt is for the climb,
-    which then ends what it started."""
-    begun = time.time()  # on a loaded machine it may be well on its way before this one goes on
-    with log.open("a") as errors:
-        process = subprocess.Popen(
-            ["env", *variables, sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
-    return Spare(process, begun, log)
+        for process in self.ranks.processes:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
 
 
 class Spares:
-    """Keeps so many processes ahead of those that were taken."""
+    """Keeps so many ahead of those that were taken, each of as many ranks."""
 
     def __init__(
-        self, variables: Sequence[str], arguments: Sequence[str], log: Path, number: int = 1
+        self,
+        variables: Sequence[str],
+        arguments: Sequence[str],
+        log: Path,
+        number: int = 1,
+        num_ranks: int = 1,
     ) -> None:
-        self._call = (tuple(variables), tuple(arguments), log)
+        self._call = (tuple(variables), tuple(arguments), log, num_ranks)
         log.parent.mkdir(parents=True, exist_ok=True)
         self._number = number
         self._next: list[Spare] = []
@@ -99,11 +99,14 @@ class Spares:
         """States that start at the same time prepare and wait at the same time."""
         self._closed = False
 
+    def _start(self) -> Spare:
+        return Spare(start(*self._call), self._call[2])
+
     def take(self) -> Spare:
         """One that is ready: the first that was prepared, or one that is started now."""
         self.settle()
         with self._lock:
-            spare = self._next.pop(0) if self._next else start(*self._call)
+            spare = self._next.pop(0) if self._next else self._start()
         try:
             spare.wait()
         except BaseException:
@@ -115,7 +118,7 @@ class Spares:
         """Start those that are missing."""
         with self._lock:
             while len(self._next) < self._number and not self._closed:
-                self._next.append(start(*self._call))
+                self._next.append(self._start())
 
     def settle(self) -> None:
         """Until they are ready and do nothing any more; one that died is forgotten."""
@@ -131,7 +134,7 @@ class Spares:
         """For good. Who waits for one of them meanwhile is told that it ended."""
         self._closed = True
         for spare in list(self._next):
-            spare.process.kill()
+            spare.ranks.kill()
         with self._lock:
             while self._next:
                 self._next.pop().close()

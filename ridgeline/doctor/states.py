@@ -1,20 +1,14 @@
-"""A state of a climb in a process of its own, run in turns: of a recipe, or of a user's own script.
+"""A state of a climb in processes of its own, run in turns: of a recipe, or of a user's own script.
 
-The process (`candidate.py`, `script_candidate.py`) reads lines of JSON that say how many steps to run and
-answers each with one line. A state that is done with is closed; one that hangs is ended. Used by
-`climb.py`; imports without torch.
+Each process (`candidate.py`, `script_candidate.py`), one for each rank of the training, reads lines of JSON
+that say how many steps to run and answers each with one line. A state that is done with is closed; one that
+hangs is ended. Used by `climb.py`; imports without torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
-import os
-import select
-import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.config import RunConfig, dump_config
+from ridgeline.doctor.processes import Failure, Processes, merge, start
 from ridgeline.doctor.remedies.contract import OPTIMIZER, Parts
 from ridgeline.doctor.seen import SeenScript, as_seen
-from ridgeline.doctor.spares import Spares, start
+from ridgeline.doctor.spares import Spares
 from ridgeline.errors import RunError, UsageError
 from ridgeline.launch.env import TUNE
 from ridgeline.launch.topology import usable_cpus
@@ -58,7 +53,10 @@ class Effort:
     budget_s: float = math.inf
     """No further remedy is begun after so long."""
     ahead: int | None = None
-    """States that start beside the one whose turn it is, for the turns after it; None: by the cores."""
+    """States that start beside the one whose turn it is, for the turns after it; None: by the cores that
+    a rank has."""
+    num_ranks: int = 1
+    """Processes of a state."""
     without: tuple[str, ...] = ()
     """Remedies that are not to be tried, by name."""
 
@@ -67,7 +65,7 @@ class Effort:
         """On few cores states that start at the same time only take them from each other."""
         if self.ahead is not None:
             return self.ahead
-        cores = len(usable_cpus())
+        cores = len(usable_cpus()) // self.num_ranks
         return 2 if cores >= 8 else 1 if cores >= 4 else 0
 
     def turn_of(self, step_s: float) -> tuple[int, int]:
@@ -81,6 +79,8 @@ class Effort:
 
 
 CANDIDATE = ("-m", "ridgeline.doctor.candidate")
+RANKS = "--ranks"
+"""Told to a process that is one of several."""
 
 
 def cache_of(folder: Path, given: Path | None) -> Path:
@@ -92,14 +92,21 @@ def compiler_variables(cache: Path) -> list[str]:
     return [f"TORCHINDUCTOR_CACHE_DIR={cache}", "TORCHINDUCTOR_FX_GRAPH_CACHE=1"]
 
 
-def build_spares(config: RunConfig, folder: Path, cache: Path | None, number: int = 1) -> Spares:
+def build_spares(
+    config: RunConfig, folder: Path, cache: Path | None, number: int = 1, num_ranks: int = 1
+) -> Spares:
     """For states of a recipe in `folder`, of which so many start at the same time."""
     variables = compiler_variables(cache_of(folder, cache))
-    return Spares(variables, [*CANDIDATE, "--ready", config.device], folder / "spare.log", number)
+    arguments = [*CANDIDATE, "--ready", config.device, *_of_several(num_ranks)]
+    return Spares(variables, arguments, folder / "spare.log", number, num_ranks)
+
+
+def _of_several(num_ranks: int) -> list[str]:
+    return [RANKS] if num_ranks > 1 else []
 
 
 class Candidate:
-    """A recipe's state in its own process. Compiled code is kept in `cache`, or beside the states."""
+    """A recipe's state in its own processes. Compiled code is kept in `cache`, or beside the states."""
 
     goes_on = True
     """Whether its losses are of one training, however many steps it takes."""
@@ -134,29 +141,26 @@ class Candidate:
         self._log.write_text("")
         self.started = 0.0
         """When its process was; one that was ready before counts as if it had been started for this."""
-        self._process = self._start()
+        self._ranks = self._start()
 
     def _write_recipe(self) -> Path:
         recipe = self._folder / f"{self.name}.yaml"
         recipe.write_text(dump_config(_to_measure(self.config, self._effort)), encoding="utf-8")
         return recipe
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Processes:
         if self._spares is None:
-            self.started = time.time()
-            arguments = [*CANDIDATE, str(self._write_recipe())]
-            return start(compiler_variables(self._cache), arguments, self._log).process
+            self.started, num_ranks = time.time(), self._effort.num_ranks
+            arguments = [*CANDIDATE, str(self._write_recipe()), *_of_several(num_ranks)]
+            return start(compiler_variables(self._cache), arguments, self._log, num_ranks)
         spare = self._spares.take()
         self.started = time.time() - spare.wait()
         spare.give(self._write_recipe(), self._log)
-        return spare.process
+        return spare.ranks
 
     def run(self, untimed: int, timed: int) -> float:
         """Seconds a step of one turn; a `RunError` with what the process said when it fails."""
-        answer = self._ask(untimed, timed)
-        if "failed" in answer:
-            raise _Failure(answer["failed"], answer.get("usage", False))
-        return self._take(answer, timed)
+        return self._take(self._ask(untimed, timed), timed)
 
     def _take(self, answer: dict[str, Any], timed: int) -> float:
         self.losses += answer["losses"]
@@ -176,22 +180,8 @@ class Candidate:
         return self.turns[-1]
 
     def _ask(self, untimed: int, timed: int) -> dict[str, Any]:
-        process, timeout_s = self._process, self._effort.timeout_s
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            asked = {"untimed": untimed, "timed": timed, "nudge": self.nudge}
-            print(json.dumps(asked), file=process.stdin, flush=True)
-            answers = bool(select.select([process.stdout], [], [], timeout_s)[0])
-            line = process.stdout.readline() if answers else ""
-        except BrokenPipeError:
-            answers, line = True, ""
-        if not answers:
-            raise RunError(f"no answer within {timeout_s:.0f} s")
-        if not line:
-            raise RunError(f"its process ended ({process.wait()}); see {self._log}")
-        value: dict[str, Any] = json.loads(line)
-        return value
+        asked = {"untimed": untimed, "timed": timed, "nudge": self.nudge}
+        return merge(self._ranks.ask(asked, self._effort.timeout_s))
 
     def check(self, effort: Effort) -> None:
         """The first steps, of which the losses are compared; the tenth is waited for."""
@@ -212,6 +202,7 @@ class Candidate:
         return Parts(
             step_s=total,
             data_s=min(waits, total),
+            comm_exposed_s=min(parts.get("comm_s", 0.0), total),
             device_kind=self.last["device"],
             classes={OPTIMIZER: parts.get("optimizer_s", 0.0)},
             free_bytes=max(self.last.get("capacity_bytes", 0.0) - self.peak_bytes, 0.0),
@@ -225,24 +216,7 @@ class Candidate:
         self._end(wait_s)
 
     def _end(self, wait_s: float) -> None:
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # its loader's processes too
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-
-class _Failure(RunError):
-    def __init__(self, text: str, usage: bool) -> None:
-        super().__init__(text)
-        self.usage = usage
-        """Whether the user has to change something."""
+        self._ranks.end(wait_s)
 
 
 def raise_as_usage(error: RunError) -> None:
@@ -269,7 +243,7 @@ class ScriptCandidate(Candidate):
         self._script, self._arguments, self._plain = script, list(arguments), plain
         super().__init__(config, name, folder, effort)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Processes:
         variables = compiler_variables(self._cache)
         if not self._plain:
             file = self._folder / f"{self.name}.yaml"
@@ -277,7 +251,7 @@ class ScriptCandidate(Candidate):
             variables.append(f"{TUNE}={file.resolve()}")
         command = ["-m", "ridgeline.doctor.script_candidate", str(self._script), *self._arguments]
         self.started = time.time()
-        return start(variables, command, self._log).process
+        return start(variables, command, self._log, self._effort.num_ranks)
 
     def run(self, untimed: int, timed: int) -> float:
         answer = self._ask(untimed, timed)
@@ -285,17 +259,15 @@ class ScriptCandidate(Candidate):
         if answer.get("ended") and len(self.losses) >= effort.check_steps:
             # It has trained to its end: its losses are known, so a fresh one can go on being timed.
             self._end(30.0)
-            self._process = self._start()
+            self._ranks = self._start()
             answer = self._ask(max(untimed, WARM_AGAIN), timed)
         if answer.get("ended"):
             needed = max(effort.check_steps, max(effort.warm_up, WARM_AGAIN) + effort.steps)
-            raise _Failure(
+            raise Failure(
                 f"{self._script} ended after {answer['ended']} steps of its optimizer, and {needed} are "
                 "needed; let it train longer",
                 usage=True,
             )
-        if "failed" in answer:
-            raise _Failure(answer["failed"], answer.get("usage", False))
         if self._plain:
             self.config = as_seen(self.config, SeenScript(**answer["seen"]))
         return self._take(answer, timed)
@@ -306,7 +278,9 @@ def script_settings(config: RunConfig) -> Settings:
     layout = Layout.parse(config.layout)
     fields = ",".join(f"{name}={_text(getattr(layout, name))}" for name in FIELDS)
     loader = LoaderSettings(config.data.workers, config.data.prefetch if config.data.workers else 0)
-    return Settings(fields, config.tune, loader, config.model.channels_last)
+    # Replicas alone have buckets.
+    bucket_mb = config.ddp.bucket_mb if layout.dp > 1 else 0.0
+    return Settings(fields, config.tune, loader, config.model.channels_last, bucket_mb)
 
 
 def _text(value: Any) -> str:

@@ -88,12 +88,22 @@ def _pass_on(number: int) -> int:
 
 def _environment(num_processes: int, threads: int, variables: Mapping[str, str]) -> dict[str, str]:
     """Of every rank; what a launcher around this one has said of its own ranks is said anew."""
-    found = {
-        **os.environ,
+    found = {**os.environ, **rank_variables(num_processes, threads, variables)}
+    found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    found.pop("TORCHELASTIC_ERROR_FILE", None)
+    return found
+
+
+def rank_variables(
+    num_processes: int, threads: int, variables: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """What the ranks on this machine are told of each other, with `variables` of the caller's; the number
+    of each is put beside it."""
+    return {
         "OMP_NUM_THREADS": str(threads),
         LAUNCHER: str(os.getpid()),
         **RANK_VARIABLES,
-        **variables,
+        **(variables or {}),
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "ROLE_WORLD_SIZE": str(num_processes),
@@ -108,9 +118,6 @@ def _environment(num_processes: int, threads: int, variables: Mapping[str, str])
         # Rank 0 serves the store itself.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-    found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    found.pop("TORCHELASTIC_ERROR_FILE", None)
-    return found
 
 
 @contextmanager

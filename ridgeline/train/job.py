@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -120,7 +121,7 @@ class Job:
         `example_input` is for layouts that have to see the model run once. Options are those of
         `ridgeline.config.DdpConfig`: bucket_mb, sync_batch_norm, find_unused.
         """
-        ddp = _read_options("parallelize", options)
+        ddp = self._options("parallelize", options)
         self._require_own_step(False)
         model, tune = self._prepare(model)
         arranged = arrange_own(
@@ -157,7 +158,7 @@ class Job:
         """
         from ridgeline.train.engine import Engine
 
-        ddp = _read_options("engine", options)
+        ddp = self._options("engine", options)
         if model in self._engined:
             raise UsageError(
                 "job.engine(model, ...) was called on this model before; make one engine of it, with one "
@@ -189,6 +190,12 @@ class Job:
             print(f"{OURS}{note}", file=sys.stderr)
         seed_apart(self._seed, self._mesh.data_rank)
         return engine
+
+    def _options(self, name: str, options: dict[str, Any]) -> DdpConfig:
+        """What the script says of replicas, and over it the settings of a climb."""
+        ddp = _read_options(name, options)
+        size = self._settings.bucket_mb if self._settings is not None else 0.0
+        return replace(ddp, bucket_mb=size) if size else ddp
 
     def _prepare(self, model: nn.Module) -> tuple[nn.Module, TuneConfig | None]:
         """On its device, and as the settings of a climb have it."""

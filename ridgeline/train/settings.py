@@ -4,6 +4,7 @@
     tune: {attention: cudnn}
     loader: {workers: 8, prefetch: 4}
     channels_last: true
+    bucket_mb: 100
 
 `ridgeline doctor SCRIPT.py --climb` writes one; RIDGELINE_TUNE=FILE gives one to a script as it is. The
 file is read without torch; `prepare_process` and `prepare_model` put it into effect for `job.py`.
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-FIELDS = ("precision", "compile", "recompute")
-"""Fields of a layout that say how fast a device computes, and not how ranks share the work."""
+FIELDS = ("precision", "compile", "recompute", "compress")
+"""Fields of a layout that say how fast it goes, and not how ranks share the work."""
 OWN_ONLY = {
     "weights": "wide",
     "loss": "full",
@@ -49,10 +50,12 @@ class LoaderSettings:
 @dataclass(frozen=True)
 class Settings:
     layout: str = ""
-    """precision, compile and recompute; over what the script gives to start."""
+    """precision, compile, recompute and compress; over what the script gives to start."""
     tune: TuneConfig = field(default_factory=TuneConfig)
     loader: LoaderSettings = field(default_factory=LoaderSettings)
     channels_last: bool = False
+    bucket_mb: float = 0.0
+    """Of gradients that replicas reduce together; 0 leaves what the script says."""
 
 
 def read_settings(path: Path) -> Settings:
@@ -82,6 +85,8 @@ def _check(settings: Settings, path: Path) -> None:
             raise UsageError(f"{key}={given[key]} in {path} is too small; the least is {least:g}")
     if settings.loader.workers < 0 or settings.loader.prefetch < 0:
         raise UsageError(f"loader of {path} has a number below 0; leave it out")
+    if settings.bucket_mb < 0:
+        raise UsageError(f"bucket_mb={settings.bucket_mb:g} in {path} is below 0; leave it out")
     for name, value in OWN_ONLY.items():
         if getattr(settings.tune, name) != value:
             raise UsageError(
@@ -100,6 +105,7 @@ def write_settings(settings: Settings, path: Path, comment: str = "") -> None:
     loader = {k: v for k, v in to_plain(settings.loader).items() if v}
     values |= {"loader": loader} if loader else {}
     values |= {"channels_last": True} if settings.channels_last else {}
+    values |= {"bucket_mb": settings.bucket_mb} if settings.bucket_mb else {}
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     path.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 

@@ -17,6 +17,10 @@ from ridgeline.layout import Layout
 
 MATRIX, ATTENTION, CONVOLUTION = "matrix", "attention", "convolution"
 ELEMENTWISE, OPTIMIZER, LOSS = "norm and element-wise", "optimizer", "loss"
+LEAST_FREE = 0.1
+"""Of the device's memory: where less is free while a layout saves some, that cannot all come back."""
+LEAST_WAIT_FOR_RANKS = 0.02
+"""Share of the step below which nobody would notice."""
 
 
 class ClassSeconds(Protocol):
@@ -31,6 +35,8 @@ class Step(Protocol):
     def step_s(self) -> float: ...
     @property
     def data_s(self) -> float: ...
+    @property
+    def comm_exposed_s(self) -> float: ...
     @property
     def launch_s(self) -> float: ...
     @property
@@ -50,6 +56,8 @@ class Parts:
     step_s: float
     data_s: float = 0.0
     launch_s: float = 0.0
+    comm_exposed_s: float = 0.0
+    """Communication that nothing hides."""
     device_kind: str = "cpu"
     classes: dict[str, float] = field(default_factory=dict)
     free_bytes: float = 0.0
@@ -121,6 +129,14 @@ def free_share(step: Step) -> float | None:
     """Of the device's memory, at the step's peak; None where that is not known."""
     memory = getattr(step, "memory", None)
     return 1.0 - memory.fill if memory is not None else None
+
+
+def waits_for_ranks(step: Step) -> str | None:
+    """In a clause, where a step has communication that nothing hides."""
+    share = step.comm_exposed_s / step.step_s if step.step_s > 0 else 0.0
+    if share < LEAST_WAIT_FOR_RANKS:
+        return None
+    return f"{share:.0%} of the step is communication that nothing hides"
 
 
 def layout_of(config: RunConfig) -> Layout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl
+from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl, layout_of
 
 LEAST_WAIT = 0.02
 """Share of the step spent waiting for data below which nobody would notice."""
@@ -11,9 +11,10 @@ MOST, ENOUGH = 16, 4
 
 
 def wanted_readers(config: RunConfig) -> int:
+    """Of each rank: those of one machine share its cores."""
     import psutil
 
-    cores = psutil.cpu_count() or 1
+    cores = (psutil.cpu_count() or 1) // layout_of(config).world_size
     return max(2, min(MOST, cores - 1))
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl, free_share, layout_of
-
-_LEAST_FREE = 0.1
-"""Of the device's memory: where less is free while activations are computed again, they cannot all stay."""
+from ridgeline.doctor.remedies.contract import (
+    LEAST_FREE,
+    Remedy,
+    Step,
+    amdahl,
+    free_share,
+    layout_of,
+)
 
 
 def _applies(step: Step, config: RunConfig) -> str | None:
     recompute, free = layout_of(config).recompute, free_share(step)
-    if recompute == "none" or (free is not None and free < _LEAST_FREE):
+    if recompute == "none" or (free is not None and free < LEAST_FREE):
         return None
     room = f", and {free:.0%} of the memory is free" if free is not None else ""
     return f"recompute={recompute} computes activations twice{room}"

@@ -11,6 +11,7 @@ from ridgeline.doctor.remedies import (
     channels_last,
     chunked_loss,
     compile_model,
+    compress,
     conv_kernels,
     convolution_search,
     device_augment,
@@ -20,10 +21,12 @@ from ridgeline.doctor.remedies import (
     fused_optimizer,
     graphs,
     merge,
+    offload,
     padding,
     reading_ahead,
     recompute,
     residual,
+    sharding,
     stochastic,
     tf32,
     tiles,
@@ -63,7 +66,11 @@ REMEDIES: dict[str, Remedy] = {
         reading_ahead.REMEDY,
         workers.REMEDY,
         device_augment.REMEDY,
+        offload.REMEDY,
         buckets.REMEDY,
+        buckets.SMALLER,
+        compress.REMEDY,
+        sharding.REMEDY,
         *BY_HAND,
     )
 }
@@ -89,6 +96,9 @@ SCRIPT_REMEDIES: dict[str, Remedy] = {
         padding.REMEDY,
         recompute.REMEDY,
         workers.REMEDY,
+        buckets.REMEDY,
+        buckets.SMALLER,
+        compress.REMEDY,
         *BY_HAND_IN_SCRIPTS,
     )
 }

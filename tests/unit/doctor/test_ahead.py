@@ -531,8 +531,11 @@ def test_as_many_interpreters_are_ready_as_states_start(
 ) -> None:
     numbers: list[int] = []
 
-    def build(config: RunConfig, folder: Path, cache: Path | None, number: int) -> Any:
+    def build(
+        config: RunConfig, folder: Path, cache: Path | None, number: int, num_ranks: int
+    ) -> Any:
         numbers.append(number)
+        assert num_ranks == 1
         return SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr(climb_file, "build_spares", build)

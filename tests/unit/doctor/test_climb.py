@@ -16,6 +16,7 @@ from ridgeline.doctor.combined import change_config
 from ridgeline.doctor.ladder import Rung
 from ridgeline.doctor.losses import difference, judge_losses
 from ridgeline.doctor.measured import Measured, Memory, Stall
+from ridgeline.doctor.model_look import look_at
 from ridgeline.doctor.remedies.contract import Parts, Remedy, amdahl
 from ridgeline.doctor.remedies.table import REMEDIES
 from ridgeline.doctor.states import Effort
@@ -451,9 +452,71 @@ def test_activations_are_kept_where_memory_is_free(used: float, applies: bool) -
     assert not applies or "50% of the memory is free" in str(said)
 
 
-def test_weights_in_shards_have_no_buckets() -> None:
-    config = load_config(None, [*LLAMA, "layout=dp=2,zero=3"]).config
-    assert REMEDIES["gradient buckets"].applies(Parts(step_s=0.3), config) is None
+WAITING = Parts(step_s=0.3, comm_exposed_s=0.06)
+"""A fifth of it for other ranks."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "applying"),
+    [
+        ("dp=1", set()),
+        ("dp=2", {"gradient buckets", "smaller gradient buckets", "gradients in bf16"}),
+        ("dp=2,compress=bf16", {"gradient buckets", "smaller gradient buckets"}),
+        ("dp=2,zero=1", {"gradient buckets", "smaller gradient buckets"}),
+        ("dp=2,sync=local:4", set()),
+        ("dp=2,zero=3", {"weights not sharded"}),
+        ("dp=4,zero=3,shard=2", {"weights not sharded"}),
+        ("dp=2,tp=2,zero=3", {"weights not sharded"}),
+    ],
+)
+def test_what_is_tried_where_ranks_wait_for_each_other(layout: str, applying: set[str]) -> None:
+    """Of all that changes how ranks exchange, what the layout has, and nothing where nobody waits."""
+    names = (
+        "gradient buckets",
+        "smaller gradient buckets",
+        "gradients in bf16",
+        "weights not sharded",
+    )
+    config = load_config(None, [*LLAMA, f"layout={layout}", "ddp.bucket_mb=8"]).config
+    assert {n for n in names if REMEDIES[n].applies(WAITING, config)} == applying
+    assert not any(
+        REMEDIES[n].applies(Parts(step_s=0.3, comm_exposed_s=0.005), config) for n in names
+    )
+    for name in applying:  # each leads to a configuration that can be run
+        assert change_config(config, tuple(REMEDIES[name].change(config))) != config
+
+
+def test_buckets_grow_until_one_has_all_gradients() -> None:
+    config = load_config(None, [*LLAMA, "layout=dp=2", "ddp.bucket_mb=1"]).config
+    larger, sizes = REMEDIES["gradient buckets"], [1.0]
+    while larger.applies(WAITING, config):
+        config = change_config(config, tuple(larger.change(config)))
+        sizes.append(config.ddp.bucket_mb)
+    gradients_mb = 4 * look_at(config).num_parameters / 2**20
+    assert sizes == [4.0**n for n in range(len(sizes))]
+    assert sizes[-2] < gradients_mb <= sizes[-1]
+    assert larger.repeats
+
+
+def test_weights_are_whole_again_without_their_groups() -> None:
+    config = load_config(None, [*LLAMA, "layout=dp=4,zero=3,shard=2"]).config
+    assert REMEDIES["weights not sharded"].change(config) == ["layout=dp=4,zero=2"]
+
+
+@pytest.mark.parametrize(("used", "applies"), [(50.0, True), (95.0, False)])
+@pytest.mark.parametrize("kept", ["optimizer", "params", "activations"])
+def test_what_is_on_the_host_comes_back_where_memory_is_free(
+    used: float, applies: bool, kept: str
+) -> None:
+    from types import SimpleNamespace
+
+    step: Any = SimpleNamespace(**vars(Parts(step_s=0.3)), memory=Memory(100.0, used))
+    zero = "dp=2,zero=3," if kept == "params" else ""
+    config = load_config(None, [*LLAMA, f"layout={zero}offload={kept}"]).config
+    assert (REMEDIES["no offload"].applies(step, config) is not None) == applies
+    assert REMEDIES["no offload"].predicted_gain(step, config) > 1.3
+    plain = load_config(None, LLAMA).config
+    assert REMEDIES["no offload"].applies(step, plain) is None
 
 
 def test_a_state_whose_loader_stalls_now_and_then_is_seen_to_wait():
@@ -479,7 +542,11 @@ def test_a_state_whose_loader_stalls_now_and_then_is_seen_to_wait():
             None, ["model.name=mlp", "data.source=digits", "data.prefetch=0", "train.steps=12"]
         ).config,
         loader=SimpleNamespace(source=SimpleNamespace(info=info)),
-        mesh=SimpleNamespace(layout=SimpleNamespace(graphs=False)),
+        mesh=SimpleNamespace(
+            layout=SimpleNamespace(graphs=False),
+            env=SimpleNamespace(world_size=1),
+            sum_over_data=lambda losses: losses,
+        ),
         notes=[],
     )
     assert runner.turn(0, 12)["parts"]["data_s"] == pytest.approx(0.1)

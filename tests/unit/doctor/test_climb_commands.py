@@ -165,15 +165,13 @@ def test_a_script_has_to_reach_the_steps_that_are_compared(num_steps: int, tmp_p
 
 def test_what_cannot_be_climbed_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for args, says in (
-        (("digits", "--climb", "-n", "2"), "one device"),
-        (("digits", "layout=dp=2", "--climb"), "one device, and the layout is 'dp=2'; use dp=1"),
+        (("digits", "layout=dp=2", "--climb"), "'dp=2' in layout needs 2 processes"),
+        (("digits", "layout=dp=4", "--climb", "-n", "2"), "'dp=4' in layout needs 4 processes"),
         (("digits", "--climb", "--budget", "0"), "--budget"),
     ):
         done = call(tmp_path, *args)
         assert done.returncode == 2
         assert says in done.stderr
-    with pytest.raises(UsageError, match="a climb is on one device"):
-        climb(load_config(None, [*SETTINGS, "layout=dp=2"]).config, tmp_path)
 
 
 SETTINGS = [

@@ -209,18 +209,19 @@ def test_what_a_finished_run_cannot_do_is_refused(tmp_path: Path, option: list[s
 
 def test_remedies_are_those_of_the_layout_that_ran(tmp_path: Path) -> None:
     """A recipe leaves the number of replicas to whoever starts it; the run's own layout has it."""
-    run = _run(tmp_path / "run", forward_s=0.09)
+    run = _run(tmp_path / "run", forward_s=0.07, comm_s=0.02)
     alone = CliRunner().invoke(app, ["doctor", str(run.path)])
     run.write_text(LAYOUT, "dp=2\n")
     two = CliRunner().invoke(app, ["doctor", str(run.path)])
-    assert "gradient buckets" not in alone.stdout
-    assert "gradient buckets" in two.stdout
+    assert "gradients in bf16" not in alone.stdout
+    assert "gradients in bf16 (up to x1.09): 20% of the step is communication" in two.stdout
 
 
 def test_a_layout_that_the_planner_chose_is_judged(tmp_path: Path, monkeypatch) -> None:
     """The measurement is not thrown away for it, and a program can read what comes out."""
     monkeypatch.chdir(tmp_path)
     args = ["doctor", "digits", *SMALL, "layout=auto", "-n", "2", "--steps", "6", "--json"]
+    args.append("ddp.bucket_mb=0.01")
     done = CliRunner().invoke(app, [*args, "--out", "there"])
     assert done.exit_code == 0, done.output
     value = json.loads(done.stdout)

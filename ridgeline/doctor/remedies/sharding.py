@@ -1,0 +1,42 @@
+"""Weights kept whole on every rank instead of gathered in each pass, where they fit."""
+
+from __future__ import annotations
+
+from ridgeline.config import RunConfig
+from ridgeline.doctor.remedies.contract import (
+    LEAST_FREE,
+    Remedy,
+    Step,
+    amdahl,
+    free_share,
+    layout_of,
+    waits_for_ranks,
+)
+from ridgeline.layout import Layout, check_layout
+
+SHARE = 1 / 3
+"""Of the communication: weights are gathered twice and gradients reduced once, each as many bytes."""
+
+
+def _whole(layout: Layout) -> Layout:
+    return layout.replace(zero=2, shard=Layout().shard)
+
+
+def _applies(step: Step, config: RunConfig) -> str | None:
+    layout, free = layout_of(config), free_share(step)
+    why = waits_for_ranks(step)
+    if layout.zero != 3 or why is None or (free is not None and free < LEAST_FREE):
+        return None
+    if check_layout(_whole(layout)):
+        return None
+    room = f", and {free:.0%} of the memory is free" if free is not None else ""
+    return f"{why}, and zero=3 gathers the weights in every pass{room}"
+
+
+REMEDY = Remedy(
+    name="weights not sharded",
+    applies=_applies,
+    predicted_gain=lambda step, config: amdahl(step, SHARE * step.comm_exposed_s),
+    change=lambda config: [f"layout={_whole(layout_of(config))}"],
+    risk="order",
+)
