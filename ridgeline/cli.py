@@ -38,7 +38,7 @@ from ridgeline.cli_shared import (
 )
 from ridgeline.cli_track import track
 from ridgeline.cli_watch import watch
-from ridgeline.errors import Requeue, RunError, UsageError, complain, say
+from ridgeline.errors import Requeue, RunError, UsageError, say
 from ridgeline.launch.env import wants_traceback
 
 if TYPE_CHECKING:
@@ -538,7 +538,9 @@ def main() -> None:
     except (UsageError, RunError) as error:
         if wants_traceback():
             traceback.print_exc()
-        sys.exit(complain(error))
+        from ridgeline.launch.failures import tell_once
+
+        sys.exit(tell_once(error))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ user's own script.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ridgeline.errors import UsageError
 from ridgeline.launch.detect import choose_master, detect, name_job, whole_number
@@ -35,6 +37,8 @@ ARRAY_INDEX = "RIDGELINE_ARRAY_INDEX"
 LOCAL_DISK = "RIDGELINE_LOCAL_DISK"
 """Which variable names a job's own folder on a fast disk, where the site's profile says so."""
 LOST = "RIDGELINE_LOST_S"
+ACCOUNT = "RIDGELINE_ACCOUNT"
+"""Where the rank whose output is shown leaves why it failed, for whoever started it to say: once."""
 TERMINAL = "RIDGELINE_TERMINAL"
 """Whether whoever started the job looks on at a terminal: launchers give ranks one of their own making."""
 
@@ -122,6 +126,30 @@ def tell_torchrun(text: str, when: float, environ: Mapping[str, str] | None = No
     extra = {"py_callstack": text, "timestamp": str(int(when))}
     with suppress(OSError), open(file, "w", encoding="utf-8") as out:
         json.dump({"message": {"message": text, "extraInfo": extra}}, out)
+
+
+def own_account(environ: Mapping[str, str] | None = None) -> str:
+    """The file that this process, and none that it starts, is to leave its account in; or empty."""
+    env = os.environ if environ is None else environ
+    return env.get(ACCOUNT, "") if under_launcher(env) else ""
+
+
+def is_told(text: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether another rank of torchrun's on this node has said the same in the same place already: torchrun
+    gives its ranks a folder each, in one that is theirs alone. Whoever asks first is to say it."""
+    file = (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return False
+    try:
+        where = os.fstat(2)
+        words = f"{where.st_dev} {where.st_ino} {text}".encode()
+        name = f"told-{hashlib.sha256(words).hexdigest()[:16]}"
+        os.close(os.open(Path(file).parent.parent / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def hub_address(environ: Mapping[str, str] | None = None) -> str:

@@ -11,11 +11,20 @@ import json
 import re
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ridgeline.errors import RunError, UsageError, UserCodeFailed, WouldRepeat, tell_where
+from ridgeline.errors import (
+    RunError,
+    UsageError,
+    UserCodeFailed,
+    WouldRepeat,
+    complain,
+    tell_where,
+)
+from ridgeline.launch.env import own_account
 from ridgeline.launch.ranks import RANKS
 
 _ECHO = re.compile(
@@ -65,7 +74,7 @@ def failure_file(directory: Path, rank: int) -> Path:
 def write_failure(
     directory: Path,
     rank: int,
-    time: float,
+    when: float,
     error: BaseException,
     trace: str,
     step: int | None = None,
@@ -76,7 +85,7 @@ def write_failure(
     text = str(error) if known else f"{type(error).__name__}: {error}{tell_where(error)}"
     value = {
         "rank": rank,
-        "time": time,
+        "time": when,
         "message": text,
         "usage": isinstance(error, UsageError),
         "echo": isinstance(error, (RuntimeError, OSError)) and is_echo(str(error)),
@@ -95,6 +104,17 @@ def write_failure(
     except OSError:
         # A full disk may be what the account is of; the launcher shows what a rank prints.
         print(text if known else trace or text, file=sys.stderr, flush=True)
+
+
+def tell_once(error: UsageError | RunError) -> int:
+    """The one sentence of an error that ends this process: said here, or left to whoever shows what this
+    rank writes and says it of all of them. Its exit code."""
+    account = own_account()
+    if account:
+        write_failure(Path(account).parent, 0, time.time(), error, "")
+    if not account or not Path(account).is_file():
+        complain(error)
+    return error.exit_code
 
 
 def _is_decided(path: Path) -> bool:

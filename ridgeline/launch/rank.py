@@ -25,9 +25,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ridgeline.errors import Requeue, RunError, UsageError, complain
+from ridgeline.errors import OURS, Requeue, RunError, UsageError, complain
 from ridgeline.launch.bind import MODES, Bound, bind_rank, binding_variables, show_bindings
 from ridgeline.launch.env import (
+    ACCOUNT,
     BINDING,
     HUB,
     LAUNCHER,
@@ -215,6 +216,13 @@ class Child:
         for thread in self._copies:
             thread.join(5.0)
 
+    def keep(self, account: dict[str, Any] | None) -> None:
+        """An account that was not written to where the rest of its output is kept."""
+        if account is None or not self._copies:
+            return
+        with suppress(OSError), self.log.open("a", encoding="utf-8") as file:
+            file.write(f"{OURS}{account.get('message')}\n")
+
     def tail(self) -> str:
         """The last lines of what it wrote."""
         try:
@@ -316,6 +324,8 @@ def main(argv: list[str]) -> int:
         bound = _bind(options.bind, topology, members, env.rank)
         variables = {
             **RANK_VARIABLES,
+            # What the first rank writes is shown, and whoever started the job says why it failed.
+            **({ACCOUNT: str(account)} if env.rank == 0 else {}),
             **binding_variables(bound.mine, os.environ),
             **framework_variables(members, env.rank, os.environ),
             BINDING: json.dumps(bound.to_record()),
@@ -335,7 +345,9 @@ def main(argv: list[str]) -> int:
     forward.append(child.signal)
     code = stand_by(child, line)
     child.finish()
-    _report(line, env.rank, code, child.tail() if code else "", _read_account(account))
+    own = _read_account(account)
+    child.keep(own)
+    _report(line, env.rank, code, child.tail() if code else "", own)
     if code == Requeue.exit_code:
         return 0  # launchers end all ranks when one has an exit code; the hub knows better
     return code if code >= 0 else 128 - code

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -308,7 +309,7 @@ class Spread:
             text = f"is missing since {self.name} ended: {running.last_words()}"
             failures = [RankFailure(rank, time.time(), text) for rank in missing]
         if failures:
-            raise_first(failures, log_dir)
+            raise_first(_said_by_all(failures, hub.num_ranks), log_dir)
         asking = [told.rank for told in hub.exits.values() if told.code]
         if asking:
             raise Requeue(
@@ -334,6 +335,14 @@ def _node_gone(rank: int, text: str) -> RankError:
     return RankError(text, failure, None)
 
 
+def _said_by_all(failures: list[RankFailure], num_ranks: int) -> list[RankFailure]:
+    """One for all where every rank has failed with the same words."""
+    if num_ranks == 1 or len(failures) < num_ranks or len({one.message for one in failures}) > 1:
+        return failures
+    first = min(failures, key=lambda one: one.time)
+    return [replace(first, message=f"{first.message} (on all {num_ranks} ranks)")]
+
+
 def _as_failure(told: RankExit, hub: Hub) -> RankFailure:
     """What a rank said of its end, or what can be seen of it."""
     where = f" on {hub.members[told.rank].host}" if hub.members.get(told.rank) else ""
@@ -350,8 +359,9 @@ def _as_failure(told: RankExit, hub: Hub) -> RankFailure:
     last = [line for line in told.tail.splitlines() if line.strip()]
     words = f": {last[-1].strip()}" if last else ""
     ours = last[-1].partition(OURS)[2] if last and last[-1].startswith(OURS) else ""
-    if told.code == UsageError.exit_code and ours:
-        return RankFailure(told.rank, told.time, ours.strip(), usage=True)
+    if ours and told.code in (UsageError.exit_code, RunError.exit_code):
+        is_usage = told.code == UsageError.exit_code
+        return RankFailure(told.rank, told.time, ours.strip(), usage=is_usage)
     return RankFailure(
         told.rank,
         told.time,

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from ridgeline.errors import OURS, RunError, UsageError, UserCodeFailed, complain
-from ridgeline.launch.env import tell_torchrun, wants_traceback
+from ridgeline.errors import OURS, RunError, UsageError, UserCodeFailed
+from ridgeline.launch.env import is_told, tell_torchrun, wants_traceback
+from ridgeline.launch.failures import tell_once
 
 
 class Sentences:
@@ -36,7 +37,7 @@ class Sentences:
             self._before(kind, error, trace)
         elif self._users is not sys.__excepthook__:
             self._users(kind, error, trace)
-        code = complain(error)
+        code = error.exit_code if is_told(str(error)) else tell_once(error)
         tell_torchrun(f"{OURS}{error}", time.time())
         raise SystemExit(code)  # which the interpreter heeds in a hook as anywhere
 

@@ -94,6 +94,37 @@ def test_the_rank_that_failed_is_named_and_the_others_end(tmp_path: Path) -> Non
     assert "raise ValueError" in (tmp_path / "job/logs/failed.txt").read_text()
 
 
+OURS = """
+import os, sys, time
+from ridgeline.errors import RunError, UsageError
+from ridgeline.train.uncaught import install_sentences
+install_sentences()
+if os.environ["RANK"] in sys.argv[2]:
+    raise {"usage": UsageError, "run": RunError}[sys.argv[1]]("seven is wrong; use eight")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "who", "said"),
+    [
+        ("usage", "0", "seven is wrong; use eight"),
+        ("run", "0", "rank 0: seven is wrong; use eight; logs of every rank: "),
+        ("run", "1", "rank 1: seven is wrong; use eight; logs of every rank: "),
+    ],
+)
+def test_a_sentence_of_ours_is_said_once(tmp_path: Path, kind: str, who: str, said: str) -> None:
+    script = write(tmp_path, OURS)
+    done = launch(
+        tmp_path, "-n", "2", "--folder", "job", "--", sys.executable, str(script), kind, who
+    )
+    assert done.returncode == (2 if kind == "usage" else 1)
+    assert done.stderr.startswith(f"ridgeline: {said}")
+    assert done.stderr.count("seven") == 1
+    log = tmp_path / f"job/logs/rank-{who}.out"
+    assert log.read_text() == "ridgeline: seven is wrong; use eight\n"
+
+
 KILLED = """
 import os, signal, time
 if os.environ["RANK"] == "1":

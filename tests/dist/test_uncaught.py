@@ -150,7 +150,7 @@ def test_under_torchrun_the_sentence_is_not_lost(tmp_path: Path) -> None:
     assert done.returncode == 1  # torchrun's own
     assert "exitcode  : 2" in done.stderr
     lines = done.stderr.splitlines()
-    assert any(line.startswith("ridgeline: batch_size=3") for line in lines), done.stderr
+    assert sum(line.startswith("ridgeline: batch_size=3") for line in lines) == 1, done.stderr
     assert "traceback : ridgeline: batch_size=3" in done.stderr
     assert "UsageError" not in done.stderr
 

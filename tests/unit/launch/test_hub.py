@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from ridgeline.errors import UsageError
-from ridgeline.launch.failures import RankError, raise_first
+from ridgeline.launch.failures import RankError, RankFailure, raise_first
 from ridgeline.launch.hub import Hub, RankExit, read_members
-from ridgeline.launch.start import _as_failure
+from ridgeline.launch.start import _as_failure, _said_by_all
 
 
 class Caller:
@@ -260,12 +260,25 @@ def test_a_rank_that_ends_before_all_have_come_is_not_waited_for(make_hub) -> No
     assert wait_for_problem(hub) == "rank 1 on node4 ended before all ranks had come"
 
 
+def test_what_all_ranks_say_is_said_once() -> None:
+    def of(rank: int, text: str) -> RankFailure:
+        return RankFailure(rank, float(rank), text)
+
+    found = _said_by_all([of(1, "no room"), of(0, "no room")], 2)
+    assert [(one.rank, one.message) for one in found] == [(0, "no room (on all 2 ranks)")]
+    for others in ([of(0, "no room")], [of(0, "no room"), of(1, "too late")]):
+        assert _said_by_all(others, 2) == others
+
+
 def test_a_command_of_ours_that_was_asked_wrongly_is_told_as_that(tmp_path: Path) -> None:
     """By its sentence and its exit code; another's exit code 2 is a rank that failed."""
     hub = SimpleNamespace(members={}, exits={})
     ours = RankExit(1, 2, 5.0, "some line\nridgeline: no recipe 'x'; did you mean 'y'?\n")
     with pytest.raises(UsageError, match=r"^no recipe 'x'; did you mean 'y'\?$"):
         raise_first([_as_failure(ours, hub)], tmp_path)
-    for told in (RankExit(1, 2, 5.0, "usage: prog\n"), RankExit(1, 1, 5.0, "ridgeline: too few\n")):
-        with pytest.raises(RankError, match=f"rank 1: .*ended with exit code {told.code}"):
+    for told, words in (
+        (RankExit(1, 2, 5.0, "usage: prog\n"), "ended with exit code 2"),
+        (RankExit(1, 1, 5.0, "ridgeline: too few\n"), "too few;"),
+    ):
+        with pytest.raises(RankError, match=f"rank 1: {words}"):
             raise_first([_as_failure(told, hub)], tmp_path)
