@@ -23,7 +23,6 @@ from ridgeline.report.summary import flatten_config, median_of, number
 from ridgeline.rundir import (
     EvalRecord,
     Event,
-    RankRecord,
     ResourceRecord,
     RunDir,
     StepRecord,
@@ -70,7 +69,6 @@ class LiveRun:
         self.run, self.name = run, run.path.resolve().name
         self.steps: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
-        self.ranks: dict[int, RankRecord] = {}
         self.events: list[Event] = []
         self.num_events: Counter[str] = Counter()
         self.status = "running"
@@ -90,12 +88,10 @@ class LiveRun:
     def _read_metrics(self) -> None:
         news = self._metrics.read()
         if news.starts_over:
-            self.steps, self.evals, self.ranks = [], [], {}
+            self.steps, self.evals = [], []
         for value in news.values:
             record = build_record(value)
-            if isinstance(record, RankRecord):
-                self.ranks[record.rank] = record
-            elif isinstance(record, StepRecord):
+            if isinstance(record, StepRecord):
                 # A run that went back to a checkpoint does those steps again.
                 if self.steps and record.step <= self.steps[-1].step:
                     self.steps = [r for r in self.steps if r.step < record.step]
@@ -140,8 +136,10 @@ class LiveRun:
 
     @property
     def nodes(self) -> dict[str, list[ResourceRecord]]:
-        """What each node recorded, by host."""
-        return {records[-1].host: records for records in self._nodes.values() if records}
+        """What each node recorded, by host: of a run that went on elsewhere, those that it is on now."""
+        found = {records[-1].host: records for records in self._nodes.values() if records}
+        begun = self._start.time if self._start is not None else 0.0
+        return {host: r for host, r in found.items() if r[-1].time >= begun} or found
 
     def _text(self, name: str) -> str:
         """A small file of the run, read again when it has changed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ridgeline.errors import UsageError
 from ridgeline.layout import Layout, ideal_bubble
 from ridgeline.report.page import paragraph
-from ridgeline.report.summary import RunSummary, median_of
+from ridgeline.report.summary import RunSummary, percentages
 from ridgeline.rundir import PIPELINE, TRACES, RunDir
 
 
@@ -21,9 +21,11 @@ def pipeline(run: RunDir, summary: RunSummary) -> str:
     if layout.pp == 1:
         return ""
     said = ""
-    share = median_of(s.bubble_s / s.step_s for s in summary.steady if s.step_s > 0)
+    parts = summary.split()
+    # As the table of the step's parts has it: a share of the sum of medians.
+    share = dict(zip(parts, percentages(list(parts.values())), strict=True)).get("bubble_s", 0.0)
     if share:
-        said = f"Rank 0 waits for other stages, and for what they send, for {share:.0%} of a step (median)."
+        said = f"Rank 0 waits for other stages, and for what they send, for {share:.1f} % of a step."
     if layout.schedule != "zerobubble":
         idle = ideal_bubble(layout.pp, layout.microbatches, layout.virtual)
         said += (

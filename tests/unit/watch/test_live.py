@@ -116,6 +116,19 @@ def test_the_text_has_it_all(hundred: RunDir) -> None:
     assert "and more" not in text
 
 
+def test_nodes_that_a_run_has_left_are_not_shown(hundred: RunDir) -> None:
+    for host in ("old", "kept"):
+        hundred.append_resources(ResourceRecord(NOW + 50, host, 8))
+    live = live_of(hundred)
+    assert set(live.nodes) == {"old", "kept"}
+    add_event(hundred, NOW + 60, "start", layout="dp=1", num_ranks=1, num_steps=400)
+    live.refresh()
+    assert set(live.nodes) == {"old", "kept"}  # nobody has said anything since
+    hundred.append_resources(ResourceRecord(NOW + 70, "kept", 8))
+    live.refresh()
+    assert set(live.nodes) == {"kept"}
+
+
 def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     run = RunDir(tmp_path / "bare")
