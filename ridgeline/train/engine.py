@@ -112,7 +112,7 @@ class Engine:
             self._update = averaging(self._update, average, self._overflowed)
         self.settle: Callable[[], None] = lambda: None
         """Called before weights change other than by the optimizer: what is being saved is copied first."""
-        self._reach_flat_gradients()
+        self._guard_gradients()
         self._passes = 0
         """Forward passes with gradients since the last backward."""
         self._drawn = 0
@@ -122,6 +122,8 @@ class Engine:
         self._samples = 0
         self._pending = False
         """Whether backward has run and `step` was not called since."""
+        self.is_alone = True
+        """Whether no other engine of the job can leave gradients in these parameters."""
         self._compared = False
         self.num_steps = 0
         """Updates done, without those that an overflow in fp16 left out."""
@@ -332,13 +334,20 @@ class Engine:
         if self.arranged.staged is None:
             self._drawn += self.module.training
 
-    def _reach_flat_gradients(self) -> None:
-        """`optimizer.zero_grad()` of a loop (a GAN's, after the other's step) clears these as well."""
+    def _guard_gradients(self) -> None:
+        """A loop's own `optimizer.zero_grad()` clears what a layout keeps elsewhere as well (a GAN's, after
+        the other's step), but not what the first microbatches of a step have left for its last."""
         flats, clear = self.arranged.flats, self._optimizer.zero_grad
-        if not flats:
-            return
 
         def zero_grad(set_to_none: bool = True) -> None:
+            if self._micro and self.is_alone:
+                return
+            if self._micro:
+                raise UsageError(
+                    f"optimizer.zero_grad() after {self._micro} of {self.parts} microbatches would drop "
+                    "their gradients; beside other engines call it when engine.has_stepped, and switch "
+                    "gradients of this model off (requires_grad_(False)) in the others' forward passes"
+                )
             for flat in flats:
                 flat.clear_gradients()
             clear(set_to_none=set_to_none)

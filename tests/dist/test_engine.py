@@ -236,6 +236,46 @@ def test_an_ordinary_loop_has_the_same_losses(ranks: Any, layout: str) -> None:
         assert found == pytest.approx(expected, rel=1e-10)
 
 
+def cleared(layout: str, clears: str) -> list[float]:
+    """A loop that clears gradients where loops of plain torch do."""
+    job = ridgeline.start(layout, seed=3)
+    torch.manual_seed(3)
+    model = Writer(drop=0.0).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = job.engine(model, optimizer)
+    losses = []
+    for x, y in job.loader(data("text"), batch_size=BATCH):
+        if clears == "before":
+            optimizer.zero_grad()
+        loss = loss_of(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        if clears == "after":
+            optimizer.zero_grad()
+        losses.append(job.mean(loss))
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["dp=2,accumulate=2", "dp=2,zero=2,accumulate=2"])
+def test_clearing_gradients_in_a_step_drops_no_microbatch(ranks: Any, layout: str) -> None:
+    kept = ranks(2, cleared, layout, "")[0]
+    for clears in ("before", "after"):
+        assert ranks(2, cleared, layout, clears)[0] == kept
+
+
+def test_clearing_gradients_in_a_step_beside_other_engines_is_refused() -> None:
+    """Whose they are cannot be told."""
+    job = ridgeline.start("accumulate=2")
+    nets = [nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    first, _ = (job.engine(n, o) for n, o in zip(nets, optimizers, strict=True))
+    first.backward(first(torch.ones(2, 4)).mean())
+    first.step()
+    with pytest.raises(UsageError, match="after 1 of 2 microbatches would drop their gradients"):
+        optimizers[0].zero_grad()
+    optimizers[1].zero_grad()  # is not in a step
+
+
 def own_batches(layout: str, shares: bool) -> list[float]:
     """Dealt by hand; `shares`: by what the job says, else by the rank."""
     job = ridgeline.start(layout, seed=1)
@@ -259,7 +299,8 @@ def own_batches(layout: str, shares: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=1", "tp=2", "cp=2", "dp=2,recompute=full", "pp=2,microbatches=2"]
+@pytest.mark.parametrize(
+    "layout", ["dp=2,zero=1", "tp=2", "cp=2", "dp=2,recompute=full", "pp=2,microbatches=2"]
 )
 def test_loaders_of_ones_own_and_dropout_by_place(ranks: Any, layout: str) -> None:
     expected = own_batches("", True)
@@ -618,7 +659,9 @@ def test_a_loader_that_would_begin_anew_is_refused() -> None:
     job = ridgeline.start()
     model = Picture().double()
     engine = job.engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of)
-    with pytest.raises(UsageError, match=r"given a JobLoader .* begin anew in each step; give iter\("):
+    with pytest.raises(
+        UsageError, match=r"given a JobLoader .* begin anew in each step; give iter\("
+    ):
         engine.train_batch(job.loader(data("image"), batch_size=4))
 
 
