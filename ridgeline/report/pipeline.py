@@ -25,7 +25,9 @@ def pipeline(run: RunDir, summary: RunSummary) -> str:
     # As the table of the step's parts has it: a share of the sum of medians.
     share = dict(zip(parts, percentages(list(parts.values())), strict=True)).get("bubble_s", 0.0)
     if share:
-        said = f"Rank 0 waits for other stages, and for what they send, for {share:.1f} % of a step."
+        said = (
+            f"Rank 0 waits for other stages, and for what they send, for {share:.1f} % of a step."
+        )
     if layout.schedule != "zerobubble":
         idle = ideal_bubble(layout.pp, layout.microbatches, layout.virtual)
         said += (

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -114,18 +115,26 @@ def measure_noise(exact: Recording, others: list[Recording]) -> Noise:
     return Noise(sizes)
 
 
-def compare(one: Recording, other: Recording, noise: Noise | None = None) -> Comparison:
-    """`one` is the reference. In the order of computation: loss, gradients, weights, evaluation."""
+def compare(
+    one: Recording, other: Recording, noise: Noise | None = None, is_divided: bool = False
+) -> Comparison:
+    """`one` is the reference. In the order of computation: loss, gradients, weights, evaluation.
+    `is_divided`: `other` takes in several microbatches what `one` takes whole."""
     noise = noise or Noise()
     worst = dict.fromkeys(KINDS, 0.0)
     bounds = dict.fromkeys(KINDS, FLOAT64_BOUND)
     first: Difference | None = None
+    counters, apart = _counters(one, other) if is_divided else {}, {}
     for difference in _differences(one, other):
+        if difference.kind == "weight" and difference.size and difference.name in counters:
+            apart[difference.name] = counters[difference.name]
+            continue
         kind, bound = difference.kind, noise.bound(difference.kind, difference.name)
         worst[kind], bounds[kind] = max(worst[kind], difference.size), max(bounds[kind], bound)
         if first is None and not difference.size <= bound:
             first = difference
-    return Comparison(Sizes(**worst), Sizes(**bounds), first, noise.unclear)
+    note = "" if first is not None else "; ".join(apart.values())
+    return Comparison(Sizes(**worst), Sizes(**bounds), first, noise.unclear, note)
 
 
 def _differences(one: Recording, other: Recording) -> Iterator[Difference]:
@@ -135,6 +144,35 @@ def _differences(one: Recording, other: Recording) -> Iterator[Difference]:
         yield from _tensors("gradient", step + 1, one.gradients[step], other.gradients[step])
         yield from _tensors("weight", step + 1, one.weights[step], other.weights[step])
     yield from _metrics(len(one.losses), one.metrics, other.metrics)
+
+
+def _counters(one: Recording, other: Recording) -> dict[str, str]:
+    """Single integers that are no weight but count, as `num_batches_tracked` of a batch norm: they grow by
+    as much in every step of each training. Where that is not the same in both they have counted calls of
+    the module, of which a step makes one for each microbatch. What there is to say of each."""
+    found: dict[str, str] = {}
+    for name in one.weights[0] if one.weights else ():
+        rows = [
+            [step[name] for step in training.weights if name in step] for training in (one, other)
+        ]
+        values = [value for row in rows for value in row]
+        if len(values) < 2 * len(one.weights):
+            continue
+        if any(value.size != 1 or value.dtype.kind not in "iu" for value in values):
+            continue
+        counts = [[int(value.item()) for value in row] for row in rows]
+        if all(_is_even(row) for row in counts):
+            found[name] = (
+                f"{name} is {counts[1][-1]} and not {counts[0][-1]}: it counts calls of its module, of "
+                "which a step has one for each microbatch"
+            )
+    return found
+
+
+def _is_even(counts: list[int]) -> bool:
+    """Whether they grow by the same in every step; of one step it is enough that something was counted."""
+    steps = {after - before for before, after in pairwise(counts)} or {counts[0]}
+    return len(steps) == 1 and min(steps) > 0
 
 
 def require_same_steps(one: Recording, other: Recording) -> None:

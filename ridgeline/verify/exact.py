@@ -28,21 +28,25 @@ _WAYS = ("reordered", "nudged")
 
 
 def compare_exact(
-    reference: Recording, found: Recording, follow: Callable[[str], Recording]
+    reference: Recording,
+    found: Recording,
+    follow: Callable[[str], Recording],
+    is_divided: bool = False,
 ) -> Comparison:
-    """`follow` does the steps of `found` on one device, in the way that it is given."""
-    whole = compare(reference, found)
+    """`follow` does the steps of `found` on one device, in the way that it is given; `is_divided`: `found`
+    takes in several microbatches what `reference` takes whole."""
+    whole = compare(reference, found, is_divided=is_divided)
     if whole.first is None:
         return whole
     exact = follow("plain")
-    steps = compare(exact, found)
+    steps = compare(exact, found, is_divided=is_divided)
     if steps.first is None:
         said = f"step by step; in all, rounding that the optimizer made steps of adds up: {whole.first}"
-        return replace(steps, note=said)
+        return replace(steps, note="; ".join(filter(None, (said, steps.note))))
     if not steps.sizes.loss <= _LITTLE:
         return steps
     noise = measure_noise(exact, [follow(way) for way in _WAYS])
-    verdict = compare(exact, found, noise)
+    verdict = compare(exact, found, noise, is_divided)
     if verdict.first is not None or verdict.unclear:
         return verdict
     bounds = verdict.bounds

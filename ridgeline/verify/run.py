@@ -122,13 +122,16 @@ class Verifier:
             verdict = replace(verdict, note="; ".join(filter(None, (_said(verdict), said))))
         return verdict
 
-    def _judge(self, layout: Layout, precision: str, found: Recording) -> Comparison:
+    def _judge(
+        self, layout: Layout, precision: str, found: Recording, is_divided: bool = False
+    ) -> Comparison:
         """A recording in float64 or in a precision of training beside what it has to be the same as."""
         if precision == "float64":
             verdict = compare_exact(
                 self._reference(layout, precision),
                 found,
                 lambda way: self._follow(layout, precision, found, way),
+                is_divided,
             )
         else:
             verdict = self._judge_rounded(layout.replace(precision=precision), found)
@@ -148,9 +151,10 @@ class Verifier:
         key, whole = (num_parts, is_compiled), Layout(compile=is_compiled)
         if key not in self._divided:
             found = self._reference(whole.replace(accumulate=num_parts), precision)
-            self._divided[key] = self._judge(whole, precision, found)
+            self._divided[key] = self._judge(whole, precision, found, is_divided=True)
         if self._divided[key].same:
-            return verdict
+            said = (_said(verdict), self._divided[key].note)
+            return replace(verdict, note="; ".join(filter(None, said)))
         if key not in self._parts:
             config = self._configured(Layout(accumulate=num_parts), precision, is_compiled)
             self._parts[key] = self._on(1)(_compare_parts, config)

@@ -34,6 +34,20 @@ class Counted(Padded):
     def count_targets(self, indices):
         return (1 + indices % 8).astype(int)
 
+class Counting(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.num_calls += 1
+        return super().forward(x)
+
+class Calls(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(16, 8), Counting(8, 8), nn.ReLU(), nn.Linear(8, 16))
+
 class Words(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Embedding(16, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 16))
@@ -93,6 +107,14 @@ def test_batch_norm_is_compared_with_one_device_that_takes_the_same_parts(check:
     row = check(LAYOUTS[0], ("model.args.batch_norm=true",))
     assert row.verdict == "same", row
     assert "the model looks at its whole batch" in row.detail
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]], ids=str)
+def test_what_counts_microbatches_is_no_weight(check: Check, layout: Layout) -> None:
+    words = ("model={name: divided_code:Calls}", *WORDS[1:])
+    row = check(layout, (*words, "data={source: divided_code:Counted}"))
+    assert row.verdict == "same", row
+    assert "1.num_calls is 4 and not 2: it counts calls of its module" in row.detail
 
 
 def test_parts_that_are_weighed_wrongly_on_one_device_too_differ(

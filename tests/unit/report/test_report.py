@@ -139,11 +139,15 @@ def test_split_adds_up_to_a_hundred(tmp_path: Path) -> None:
 def test_a_pipeline_has_its_part_and_its_picture(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.write_text(rundir.LAYOUT, "pp=2,microbatches=3\n")
-    for step in range(1, 20):  # of steps of two lengths the median of shares is another than of seconds
+    for step in range(
+        1, 20
+    ):  # of steps of two lengths the median of shares is another than of seconds
         long = 3.0 if step % 2 else 1.0
         run.append(make_step(step, 1.0, step_s=0.1 * long, backward_s=0.01, bubble_s=0.03))
     text = page_of(run)
-    shares = re.findall(r"waiting for other stages</td><td class=n>30 ms</td><td class=n>([\d.]+) %", text)
+    shares = re.findall(
+        r"waiting for other stages</td><td class=n>30 ms</td><td class=n>([\d.]+) %", text
+    )
     assert len(shares) == 1
     assert f"waits for other stages, and for what they send, for {shares[0]} % of a step" in text
     assert "idle for 25% of a step with microbatches=3" in text
