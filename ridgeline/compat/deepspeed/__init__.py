@@ -15,12 +15,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ridgeline.compat.deepspeed import checkpointing, comm, pipe, utils, zero
+from ridgeline.compat.deepspeed import checkpointing, comm, ops, pipe, runtime, utils, zero
 from ridgeline.compat.deepspeed.accelerator import get_accelerator
 from ridgeline.compat.deepspeed.build import build
 from ridgeline.compat.deepspeed.comm import init_distributed
 from ridgeline.compat.deepspeed.engine import DeepSpeedEngine
+from ridgeline.compat.deepspeed.missing import HERE
 from ridgeline.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from ridgeline.compat.missing import tell_names
 from ridgeline.errors import UsageError
 
 __version__ = "0.19.8"
@@ -30,22 +32,9 @@ _ELSEWHERE = {
     "moe": "`ridgeline.layout` with ep=n spreads the experts of any mixture",
     "tp_model_init": 'put "tensor_parallel": {"autotp_size": n} into the configuration',
     "InferenceEngine": "`ridgeline export` makes a package for C++ programs",
-    "runtime": "schedules are named in the configuration, topologies in ridgeline.layout",
-    "ops": "import ridgeline.compat.deepspeed.ops.adam",
     "profiling": "`ridgeline doctor train.py`",
 }
-
-
-class Missing(UsageError, AttributeError):
-    """What DeepSpeed has and this has not; `hasattr` is told so."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        raise Missing(
-            f"deepspeed's {name} is not in ridgeline.compat.deepspeed; {_ELSEWHERE[name]}"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = tell_names("deepspeed", HERE, _ELSEWHERE)
 
 
 def initialize(
@@ -117,7 +106,9 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "ops",
     "pipe",
+    "runtime",
     "utils",
     "zero",
 ]

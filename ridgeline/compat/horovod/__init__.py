@@ -9,8 +9,6 @@ What is not here says so when it is asked for. Called by scripts alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ridgeline.compat.horovod.collectives import (
     allgather,
     allgather_async,
@@ -69,7 +67,7 @@ from ridgeline.compat.horovod.ops import (
 )
 from ridgeline.compat.horovod.optimizer import DistributedOptimizer
 from ridgeline.compat.horovod.state import broadcast_optimizer_state, broadcast_parameters
-from ridgeline.errors import UsageError
+from ridgeline.compat.missing import tell_names
 
 _ELSEWHERE = {
     "elastic": "`ridgeline launch --restarts` or `ridgeline train` start ranks again, from a checkpoint",
@@ -84,17 +82,7 @@ _ELSEWHERE = {
     "stop_timeline": "use `ridgeline doctor train.py --trace`",
     "run": "start the script with `ridgeline launch -n 4 -- python script.py`",
 }
-
-
-class Missing(UsageError, AttributeError):
-    """What Horovod has and this has not; `hasattr` is told so."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        raise Missing(f"horovod's {name} is not in ridgeline.compat.horovod; {_ELSEWHERE[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+__getattr__ = tell_names("horovod", "ridgeline.compat.horovod", _ELSEWHERE)
 
 __all__ = [
     "Average",

@@ -1,0 +1,5 @@
+"""`deepspeed.monitor`: what sends metrics elsewhere."""
+
+from ridgeline.compat.deepspeed.missing import without
+
+__getattr__ = without("monitor", "`ridgeline watch` and `ridgeline track` read the run directory")
