@@ -274,3 +274,13 @@ def test_the_text_has_the_table_and_the_evidence() -> None:
     text = show_verdict(BASE, judge(BASE), ["fp8 (up to x1.30): most of it is products"])
     for word in ("compute-bound", "matrix", "evidence:", "on tensor cores: 98%", "fp8 (up to"):
         assert word in text
+
+
+def test_pictures_of_the_documents_are_what_the_doctor_draws() -> None:
+    import runpy
+
+    root = Path(__file__).resolve().parents[3]
+    drawn = runpy.run_path(str(root / "docs" / "doctor_pictures.py"))
+    for name, draw in drawn["PICTURES"].items():
+        kept = (root / "docs" / "pictures" / f"{name}.svg").read_text()
+        assert draw() == kept, "run `python docs/doctor_pictures.py` and commit"
