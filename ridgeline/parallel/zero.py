@@ -363,12 +363,21 @@ class FlatZero:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """After new values were written into the module's parameters: the optimizer's copy follows."""
+        """After new values were written into the module's parameters: the optimizer's copy follows. Where
+        it is wider, and rounds to what is there, it keeps its digits."""
         for bucket in self._buckets:
             store = self._stores[bucket.kind]
             if store.master is not None:
-                mine = bucket.slice_of(bucket.of(store.weights), self.rank)
-                bucket.of_shard(store.master).copy_(mine)
+                values = bucket.of_shard(store.master)
+                mine = bucket.slice_of(bucket.of(store.weights), self.rank).to(values.device)
+                values.copy_(
+                    torch.where(values.to(mine.dtype) == mine, values, mine.to(values.dtype))
+                )
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer has copies of its own of the weights."""
+        return any(store.master is not None for store in self._stores.values())
 
     # Looking at it
 

@@ -44,6 +44,7 @@ from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
 from ridgeline.train.checks import count_parts
 from ridgeline.train.dealt import Dealt
+from ridgeline.train.misused import Loads, refuse_own_steps, telling_who_waits
 from ridgeline.train.objective import Objective
 from ridgeline.tuning import TuneConfig
 
@@ -113,6 +114,8 @@ class Engine:
         self.settle: Callable[[], None] = lambda: None
         """Called before weights change other than by the optimizer: what is being saved is copied first."""
         self._guard_gradients()
+        refuse_own_steps(optimizer, lambda: self._pending, lambda: self._passes > 0)
+        self._loads = Loads(self.arranged)
         self._passes = 0
         """Forward passes with gradients since the last backward."""
         self._drawn = 0
@@ -173,7 +176,7 @@ class Engine:
         self._begin((args, kwargs), self._micro)
         # Replicas meet in a forward pass of training alone: one rank may evaluate by itself.
         called = self.arranged.objective if torch.is_grad_enabled() else self.arranged.model
-        with self._reducing(), self._precision.autocast():
+        with self._telling(), self._reducing(), self._precision.autocast():
             return self._wide(called(*args, **kwargs))
 
     def backward(self, loss: Tensor) -> None:
@@ -196,10 +199,11 @@ class Engine:
                 "call engine(x)"
             )
         self._passes = self._drawn = 0
-        with self._reducing():
-            self._precision.backward(loss * self._weight())
-        if self.ends_step:
-            self._finish()
+        with self._telling():
+            with self._reducing():
+                self._precision.backward(loss * self._weight())
+            if self.ends_step:
+                self._finish()
         self._pending = True
 
     def step(self) -> None:
@@ -268,6 +272,7 @@ class Engine:
     def weights(self, averaged: bool = False) -> dict[str, Tensor]:
         """The whole model's, under its own names, on the first rank and empty elsewhere; all ranks call
         it. With `averaged` their moving averages, where the engine keeps them."""
+        self.take_loaded()
         if not averaged or self._is_averaged:
             return full_state(self.arranged)
         with self.averaged():
@@ -289,6 +294,7 @@ class Engine:
             )
         if self._is_averaged:
             raise UsageError("engine.averaged() was entered twice; leave it first")
+        self.take_loaded()
         self.settle()
         with self.arranged.averaged():
             yield self
@@ -354,6 +360,13 @@ class Engine:
 
         self._optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
+    def take_loaded(self) -> None:
+        """What was loaded into the model is what the optimizer has: before weights are read or updated."""
+        self._loads.take(self.settle)
+
+    def _telling(self) -> AbstractContextManager[None]:
+        return telling_who_waits(self._mesh, self._all_steps + 1)
+
     @property
     def _all_steps(self) -> int:
         return self.num_steps + self.num_skipped
@@ -391,7 +404,9 @@ class Engine:
                 "first"
             )
         self.arranged.num_samples_here, self._samples = max(self._samples, 1), 0
-        self.grad_norm = self._update()
+        self.take_loaded()
+        with self._telling():
+            self.grad_norm = self._update()
         if self._overflowed():
             self.num_skipped += 1
         else:
@@ -408,7 +423,7 @@ class Engine:
             self._dealt.take(batch.dealt[index])
             self._begin(batch.inputs[index], index)
 
-        with self._precision.autocast():
+        with self._telling(), self._precision.autocast():
             total = staged.forward_backward(
                 batch.inputs, batch.targets, batch.counts, weights, prepare
             )

@@ -113,6 +113,8 @@ class OwnCheckpoints:
                 "a checkpoint was to be saved within engine.averaged(), where the weights are their "
                 "averages; leave it first"
             )
+        if self._engine is not None:
+            self._engine.take_loaded()
         epoch, batch = self._loader.position
         names = self._arranged.state_names
         state: dict[str, Any] = {

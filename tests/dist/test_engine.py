@@ -538,6 +538,12 @@ def refuse(layout: str, what: str) -> None:
     images = torch.randn(2, 1, 8, 8)
     if what == "step":
         engine.step()
+    if what == "own step":
+        engine.backward(engine(images).mean())
+        optimizer.step()
+    if what == "own backward":
+        engine(images).mean().backward()
+        optimizer.step()
     if what == "vector":
         engine.backward(engine(images).sum(0))
     if what == "twice":
@@ -562,6 +568,8 @@ def refuse(layout: str, what: str) -> None:
         ("strange", "", r"shape \[3\] that is not the model's"),
         ("used", "", r"done steps already"),
         ("step", "", r"no gradients yet"),
+        ("own step", "", r"in place of engine\.step\(\)"),
+        ("own backward", "", r"call engine\.backward\(loss\)"),
         ("vector", "", r"shape \[11\]; give the mean loss"),
         ("twice", "", r"called twice without"),
         ("beside", "", r"no forward pass went through engine"),
@@ -621,6 +629,52 @@ def test_each_pass_drops_other_elements_and_a_backward_begins_anew() -> None:
         drawn = torch.stack([engine(x) for _ in range(4)])
     assert drawn.var(0).max() > 0
     assert torch.equal(engine.eval()(x), engine(x))
+
+
+def loaded_later(layout: str) -> list[float]:
+    """Weights before and after a step that changes next to nothing."""
+    job = ridgeline.start(layout)
+    model = nn.Linear(64, 3, bias=False)
+    engine = job.engine(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    x = torch.ones(2, 64, device=job.device)
+    found = []
+    for value in (0.5, 0.25):
+        model.load_state_dict({"weight": torch.full((3, 64), value)})
+        found.append(float(engine.weights().get("weight", torch.tensor(value)).float().mean()))
+        engine.backward(engine(x).mean())
+        engine.step()
+        found.append(float(model.weight.detach().float().mean()))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1,precision=bf16", "offload=optimizer"])
+def test_weights_that_are_loaded_later_stay(ranks: Any, layout: str) -> None:
+    for found in ranks(2 if "dp=2" in layout else 1, loaded_later, layout):
+        assert found == pytest.approx([0.5, 0.5, 0.25, 0.25], rel=1e-3)
+
+
+def uneven() -> list[str]:
+    job = ridgeline.start("dp=2")
+    model = nn.Linear(2, 2)
+    engine = job.engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    out = engine(torch.ones(2, 2))
+
+    def gone(_: Tensor) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
+
+    out.register_hook(gone)
+    try:
+        engine.backward(out.mean())
+    except RuntimeError as error:
+        return error.__notes__
+    return []
+
+
+def test_a_rank_that_the_others_have_left_says_why_that_may_be(ranks: Any) -> None:
+    for rank, notes in enumerate(ranks(2, uneven)):
+        assert len(notes) == 1
+        assert notes[0].startswith(f"ridgeline: rank {rank} was in step 1 of its engine")
+        assert "fewer batches" in notes[0]
 
 
 def test_weights_are_whole_for_whoever_saves_them(ranks: Any) -> None:
