@@ -112,8 +112,8 @@ def _through_stages(
             arranged.share.num_real = batch.counts[index]
             name_samples(arranged, batch, index)
 
-        def mark(part: str) -> None:
-            clock.mark(part, PIECE if part == "bubble_s" else BETWEEN)
+        def mark(part: str, then: str = "") -> None:
+            clock.mark(part, then or (PIECE if part == "bubble_s" else BETWEEN))
 
         clock.last = BETWEEN  # what a rank does until its first microbatch is there
         with precision.autocast():

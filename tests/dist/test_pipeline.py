@@ -300,7 +300,8 @@ def reference(
 ) -> tuple[float, dict[str, Tensor]]:
     inputs, targets = batches(case, list(sizes))
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks have it: the order of sums is a digit of batch norms of few values
+    # As ranks have it: the order of sums is a digit of batch norms of few values.
+    torch.set_num_threads(1)
     try:
         return one_process(make(case), inputs, targets, list(counts), shares(counts))
     finally:
@@ -523,9 +524,13 @@ def run_wrapped(case: str, plan: StagePlan, how: str, schedule: str) -> dict[str
     pipeline = Pipeline([module], plan, mean_loss, schedule, 2, 1, pairs[replica], CPU)
     inputs, targets = batches(case, [4, 4])
     mine = slice(2 * replica, 2 * replica + 2)
+    marks: list[str] = []
     pipeline.forward_backward(
-        [x[mine] for x in inputs], [y[mine] for y in targets], [2, 2], [0.5, 0.5]
-    )
+        [x[mine] for x in inputs], [y[mine] for y in targets], [2, 2], [0.5, 0.5],
+        mark=lambda part, then="": marks.append(part),
+    )  # fmt: skip
+    # Shards of gradients are exchanged on their own; replicas' within backward.
+    assert ("comm_s" in marks) is ("shard" in how), marks
     pipeline.sum_tied_gradients()
     found = {}
     for name, parameter in module.named_parameters():
@@ -792,7 +797,9 @@ def test_what_was_changed_since_a_module_returned_it_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no cut at blocks.0: a tensor made in when.2 is used"):
         plan_stages(Adds(4, changes=True), 6, torch.randn(2, 3, 8, 8))
     told = plan_stages(Adds(9, changes=True), 2, torch.randn(2, 3, 8, 8)).describe()
-    assert "these are uneven, since 9 other places are no cuts (no cut at blocks.0: a tensor" in told
+    assert (
+        "these are uneven, since 9 other places are no cuts (no cut at blocks.0: a tensor" in told
+    )
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5, 8])

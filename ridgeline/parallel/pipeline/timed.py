@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from ridgeline.errors import RunError, UsageError
@@ -145,6 +146,14 @@ class TimedStage(PipelineStage):
         kind = "B" if self.is_first else "W"
         with self.recorder.span(self.stage_index, kind, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Once a step, for stages whose gradients are in shards."""
+        if not isinstance(self.submod, FSDPModule):
+            super().perform_reduce_grad(grad_scale_factor)
+            return
+        with self.recorder.exchange():
+            super().perform_reduce_grad(grad_scale_factor)
 
     # Torch has one size for all microbatches. Ours may be uneven, and filling them up would change
     # the statistics of a batch norm; each has its own buffers, so those get the right size.

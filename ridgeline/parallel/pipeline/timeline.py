@@ -21,8 +21,9 @@ from ridgeline.layout import ideal_bubble
 KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 """`B` is the whole backward pass, or its input gradients where `W` is done apart (zero bubble)."""
 
-Mark = Callable[[str], None]
-"""Told which part of the step is over now: the clock that splits every step."""
+Mark = Callable[..., None]
+"""Told which part of the step is over now: the clock that splits every step. A second argument says what
+comes, in the words of the part before it."""
 
 _PARTS = {"F": "forward_s", "B": "backward_s", "W": "backward_s"}
 
@@ -84,7 +85,7 @@ class Timeline:
         )
 
 
-def no_mark(part: str) -> None:
+def no_mark(part: str, then: str = "") -> None:
     """Where nobody asks where a step's time goes."""
 
 
@@ -112,6 +113,13 @@ class Recorder:
             yield
             self.spans.append((stage, kind, microbatch, start, self._now()))
         self.mark(_PARTS[kind])
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around what replicas of a stage exchange, which is no waiting for other stages."""
+        self.mark("bubble_s", "backward_s")  # what comes is what comes after backward
+        yield
+        self.mark("comm_s")
 
     def _now(self) -> float:
         if self.device.type == "cuda":
