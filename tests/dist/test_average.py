@@ -316,7 +316,7 @@ def own_loop(
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     engine = job.engine(net, optimizer, loss=F.cross_entropy, example_input=inputs[:2], ema=DECAY)
     loader = job.loader(TensorDataset(inputs, targets), batch_size=8)
-    saves = job.checkpoints(folder, engine, optimizer, loader, every=1)
+    saves = job.checkpoints(folder, engine, optimizer, loader, every=5)
     for _ in saves.epochs(2):
         batches = iter(loader)
         for _ in range(len(loader) // engine.parts):

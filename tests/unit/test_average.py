@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from ridgeline import rundir
@@ -109,11 +110,12 @@ def test_complex_weights_have_one() -> None:
     assert torch.equal(parameter, last)
 
 
-def test_updates_that_an_overflow_leaves_out_do_not_count() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_updates_that_an_overflow_leaves_out_do_not_count(fused: bool) -> None:
     job = start("precision=fp16", device="cpu")
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
     engine = job.engine(net, optimizer, ema=0.5, ema_warmup=False)
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
     expected = net.weight.detach().clone()
@@ -126,6 +128,25 @@ def test_updates_that_an_overflow_leaves_out_do_not_count() -> None:
     assert engine.num_skipped == 2
     assert torch.allclose(engine.weights(averaged=True)["weight"], expected)
     assert engine.state_dict()["num_averaged"] == 3
+
+
+def test_what_is_being_saved_is_copied_before_averages_are_in_place(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    job = start("", device="cpu")
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = job.engine(net, optimizer, ema=0.5)
+    loader = job.loader(TensorDataset(torch.zeros(8, 2)), batch_size=4)
+    saves = job.checkpoints(tmp_path, engine, optimizer, loader, every=1)
+    seen: list[bool] = []
+    average = engine.arranged.average
+    assert average is not None
+    monkeypatch.setattr(saves._saver, "release", lambda: seen.append(average.is_in_place))
+    with engine.averaged():
+        assert seen == [False]
+    monkeypatch.undo()
+    saves.close()
 
 
 def test_batches_that_the_guard_skips_do_not_count() -> None:
