@@ -138,19 +138,19 @@ class Runner:
 
 def nudge_weights(model: Any, share: float) -> None:
     """Move each weight by up to this share of it, or by a last digit where that is more, up or down by
-    chance, the same for every state."""
+    chance, the same for every state; what ranks have copies of, alike on all of them."""
     import torch
+    from torch.distributed.tensor import DTensor
 
-    generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                device = weight.device
-                if device not in generators:
-                    generators[device] = torch.Generator(device).manual_seed(0)
-                chance = torch.rand(weight.shape, generator=generators[device], device=device)
-                most = max(share, torch.finfo(weight.dtype).eps)
-                weight.copy_(weight.float() * (1 + most * (2 * chance - 1)))
+        for number, weight in enumerate(model.parameters()):
+            here = weight.to_local() if isinstance(weight, DTensor) else weight
+            if here.is_floating_point() and here.numel():
+                # One of its own for each: ranks may have shards of another size before it.
+                generator = torch.Generator(here.device).manual_seed(number)
+                chance = torch.rand(here.shape, generator=generator, device=here.device)
+                most = max(share, torch.finfo(here.dtype).eps)
+                here.copy_(here.float() * (1 + most * (2 * chance - 1)))
 
 
 def _nudge_masters(optimizer: Any) -> None:
@@ -215,6 +215,10 @@ def _get_ready(device: str, place: int, answers: TextIO) -> Path:
     if not line:
         os._exit(0)  # nobody needed it
     asked = json.loads(line)
+    if asked["port"]:
+        from ridgeline.launch.env import meet_at
+
+        meet_at(asked["port"])
     log = os.open(asked["log"], os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -228,7 +232,15 @@ def main(argv: list[str]) -> None:
     from ridgeline.launch.env import read_rank_env
 
     env = read_rank_env(None if RANKS in argv else {})
-    recipe = Path(argv[0]) if argv[0] != READY else _get_ready(argv[1], env.local_rank, answers)
+    if RANKS in argv:
+        from ridgeline.launch.bind import bind_as_told
+
+        bind_as_told(env)
+    if argv[0] == READY:
+        recipe = _get_ready(argv[1], env.local_rank, answers)
+        env = read_rank_env(None if RANKS in argv else {})  # where they meet was not known before
+    else:
+        recipe = Path(argv[0])
     runner: Runner | None = None
     for line in sys.stdin:
         asked = json.loads(line)

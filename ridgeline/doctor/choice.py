@@ -30,6 +30,7 @@ from ridgeline.doctor.remedies.contract import (
     Parts,
     Remedy,
     Step,
+    exchange_s,
     seconds,
 )
 from ridgeline.errors import UsageError, unknown_word
@@ -140,6 +141,9 @@ class Waiting:
             self.take(self._remedies[name])
         if remedy.repeats:
             self._remedies[remedy.name] = remedy
+        if remedy.settles:
+            self._remedies.pop(remedy.settles, None)
+            self._no_faster.pop(remedy.settles, None)
         for both, first in list(self._firsts.items()) if remedy.feeds else ():
             self.take(self._remedies[both])
             self._remedies[first.name] = first
@@ -255,7 +259,10 @@ def _expect(step: Parts, promise: Promise) -> Parts:
     step_s = step.step_s / promise.gain
     saved_s = step.step_s - step_s if promise.remedy.feeds else 0.0
     data_s = min(max(step.data_s - saved_s, 0.0), step_s)
-    return carry(step, dataclasses.replace(step, step_s=step_s, data_s=data_s))
+    less_s = step.step_s - step_s if promise.remedy.of_ranks else 0.0
+    comm_s = min(max(step.comm_exposed_s - less_s, 0.0), step_s)
+    after = dataclasses.replace(step, step_s=step_s, data_s=data_s, comm_exposed_s=comm_s)
+    return carry(step, after, promise.remedy.of_ranks)
 
 
 def check_names(without: Iterable[str], remedies: Iterable[str]) -> None:
@@ -272,10 +279,13 @@ def split_advice(remedies: Mapping[str, Remedy]) -> tuple[list[Remedy], list[Rem
     return [r for r in every if not r.advice], [r for r in every if r.advice]
 
 
-def carry(step: Step, parts: Parts) -> Parts:
-    """A changed step's parts: its own clock's, and for the kernels the proportions that were measured."""
-    # What a clock does not tell of communication is as it was: kernels are what remedies shorten.
-    comm_s = parts.comm_exposed_s or min(step.comm_exposed_s, parts.step_s)
+def carry(step: Step, parts: Parts, of_ranks: bool = False) -> Parts:
+    """A changed step's parts: its own clock's, and for the kernels the proportions that were measured.
+    `of_ranks`: whether communication was what changed."""
+    comm_s = parts.comm_exposed_s
+    if not comm_s:  # a clock that does not tell it: what the remedy was for is what is less
+        saved_s = step.step_s - parts.step_s if of_ranks else 0.0
+        comm_s = min(max(exchange_s(step) - saved_s, 0.0), parts.step_s)
     before = step.step_s - step.data_s - step.comm_exposed_s
     now = max(parts.step_s - parts.data_s - comm_s, 0.0)
     shrunk = now / before if before > 0 else 1.0

@@ -388,7 +388,7 @@ def _go(ascent: _Ascent, measured: Step | None, remedies: Mapping[str, Remedy]) 
         before, ascent.kept = ascent.kept, candidate
         ascent.overrides += changes
         before.close()
-        step = carry(step, candidate.parts())
+        step = carry(step, candidate.parts(), remedy.of_ranks)
         waiting.note_kept(remedy)
 
 

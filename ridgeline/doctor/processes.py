@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import RunError
+from ridgeline.launch.env import BIND, said_threads
 from ridgeline.launch.failures import is_echo
 from ridgeline.launch.local import rank_variables
 from ridgeline.launch.topology import usable_cpus
@@ -71,10 +72,10 @@ class Processes:
                 break
             for stream in ready:
                 rank = waiting.pop(stream)
-                line = stream.readline()
-                if line:
-                    heard[rank] = json.loads(line)
-                    failed = heard[rank].get("failed", "")
+                answer = _read(stream.readline())
+                if answer is not None:
+                    heard[rank] = answer
+                    failed = answer.get("failed", "")
                 else:
                     failed = (
                         f"its process ended ({self.processes[rank].wait()}); see {self.logs[rank]}"
@@ -126,6 +127,14 @@ class Processes:
                 process.stdout.close()
 
 
+def _read(line: str) -> dict[str, Any] | None:
+    """An answer; None from a process that ended, maybe in the middle of one."""
+    with contextlib.suppress(ValueError):
+        found: dict[str, Any] = json.loads(line)
+        return found
+    return None
+
+
 class Failure(RunError):
     """What a state said of itself."""
 
@@ -168,15 +177,16 @@ def _of_ranks(num_ranks: int) -> list[str]:
     """What ranks find in their environment; nothing for one process, which is nobody's rank."""
     if num_ranks == 1:
         return []
-    threads = max(1, len(usable_cpus()) // num_ranks)
-    return [f"{name}={value}" for name, value in rank_variables(num_ranks, threads).items()]
+    threads = said_threads() or max(1, len(usable_cpus()) // num_ranks)
+    variables = rank_variables(num_ranks, threads, {BIND: "auto"})
+    return [f"{name}={value}" for name, value in variables.items()]
 
 
 def merge(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What ranks say of one turn, as what their training did: the first one's words, but for what is the
-    largest of all, and for losses that are each rank's own."""
-    whole = dict(answers[0])
-    if len(answers) == 1:
+    largest of all, and for losses that are each rank's own. A script that is over on one is over."""
+    whole = dict(next((answer for answer in answers if "ended" in answer), answers[0]))
+    if len(answers) == 1 or "ended" in whole:
         return whole
     for name in ("step_s", "peak_bytes", "rest_bytes", "time"):
         if name in whole:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -33,6 +34,8 @@ from ridgeline.doctor.model_look import Look, look_of
 from ridgeline.doctor.script import Enough, models_seen, no_checkpoints, run_script
 from ridgeline.doctor.seen import look_at_script
 from ridgeline.errors import RunError, UsageError, tell_where
+from ridgeline.launch.bind import bind_as_told
+from ridgeline.launch.env import bind_mode, read_rank_env
 from ridgeline.machine.describe import peak_memory_bytes
 from ridgeline.train.engine import Engine
 from ridgeline.train.job import Job, JobLoader
@@ -75,6 +78,8 @@ class Turns:
 
     def _begin(self) -> None:
         self._data_s = self._optimizer_s = 0.0
+        if self._first is not None and dist.is_initialized():
+            dist.barrier()  # none is timed as it waits for one that was told later
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -183,7 +188,7 @@ def watched(turns: Turns) -> Iterator[None]:
         before[2](tensors, *args, **options)
 
     def engine_backward(self: Engine, loss: Tensor) -> None:
-        turns.lost(loss.detach() * self._weight())
+        turns.lost(loss.detach() * (self._weight() / self._mesh.axis_size("cp")))
         turns.in_engine = True
         try:
             before[3](self, loss)
@@ -238,6 +243,8 @@ def main(argv: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     script = Path(argv[0])
+    if bind_mode() is not None:  # one of several ranks
+        bind_as_told(read_rank_env())
     turns = Turns(script, answers)
     if turns.wait():
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ridgeline.doctor.processes import Process, Processes, rank_log, start
 from ridgeline.errors import RunError
+from ridgeline.launch.rank import free_ports
 
 READY_S = 600.0
 """To import on a slow file system; then something is wrong."""
@@ -58,17 +59,17 @@ class Spare:
         return self.ranks.is_alive
 
     def give(self, recipe: Path, log: Path) -> None:
-        """The recipe, and where what is printed goes from now on."""
-        for rank in range(len(self.ranks.processes)):
-            place = rank_log(log, rank) if rank else log
+        """The recipe, where what is printed goes from now on, and where ranks meet: a port that was free
+        when they began may have been taken since."""
+        num_ranks = len(self.ranks.processes)
+        port = free_ports(1)[0] if num_ranks > 1 else 0
+        self.ranks.logs = tuple(rank_log(log, rank) if rank else log for rank in range(num_ranks))
+        for rank, place in enumerate(self.ranks.logs):
             place.touch()
             try:
-                self.ranks.tell(rank, {"recipe": str(recipe), "log": str(place)})
+                self.ranks.tell(rank, {"recipe": str(recipe), "log": str(place), "port": port})
             except OSError as error:
                 raise RunError(f"a process for a state ended; see {self.log}") from error
-        self.ranks.logs = tuple(
-            rank_log(log, rank) if rank else log for rank in range(len(self.ranks.processes))
-        )
 
     def close(self) -> None:
         for process in self.ranks.processes:

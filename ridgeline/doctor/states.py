@@ -206,6 +206,7 @@ class Candidate:
             device_kind=self.last["device"],
             classes={OPTIMIZER: parts.get("optimizer_s", 0.0)},
             free_bytes=max(self.last.get("capacity_bytes", 0.0) - self.peak_bytes, 0.0),
+            capacity_bytes=self.last.get("capacity_bytes", 0.0),
             has_bf16=self.last.get("has_bf16", True),
             has_fp8=self.last.get("has_fp8", True),
             bf16_rate=self.last.get("bf16_rate", 0.0),

@@ -18,12 +18,14 @@ from ridgeline.doctor.request import TRACE, read_request, write_answer
 
 def main(argv: list[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from ridgeline.launch.bind import bind_as_told
     from ridgeline.launch.env import prepare_rank, read_rank_env
     from ridgeline.launch.failures import write_failure
 
     prepare_rank()
     folder = Path(argv[0])
     env = read_rank_env()
+    bind_as_told(env)
     code = 0
     try:
         _measure(folder, env.rank)

@@ -20,6 +20,7 @@ from fractions import Fraction
 from typing import Any
 
 from ridgeline.errors import unknown_word
+from ridgeline.launch.env import RankEnv, bind_mode, cuda_visible, keep_binding
 from ridgeline.launch.topology import (
     UNKNOWN_NODE,
     Core,
@@ -27,6 +28,7 @@ from ridgeline.launch.topology import (
     Nic,
     Topology,
     View,
+    read_topology,
     show_ranges,
 )
 
@@ -503,6 +505,18 @@ class Bound:
             "memory": self.applied.memory,
             "map": [binding.to_record() for binding in self.node],
         }
+
+
+def bind_as_told(env: RankEnv) -> Bound | None:
+    """As whoever started this rank has asked for, before torch counts the cores; in a job the rank's
+    wrapper has done it."""
+    mode = bind_mode()
+    if mode is None:
+        return None
+    topology = read_topology(visible=cuda_visible())
+    bound = bind_rank(mode, topology, env.local_rank, env.local_world_size)
+    keep_binding(bound.to_record())
+    return bound
 
 
 def bind_rank(mode: str, topology: Topology, local_rank: int, ranks: int | Sequence[View]) -> Bound:

@@ -211,6 +211,11 @@ def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
     return env.get(LAUNCHER) == str(os.getppid())
 
 
+def meet_at(port: int) -> None:
+    """Where this rank meets the others, of one that was started before anybody chose that."""
+    os.environ["MASTER_PORT"] = str(port)
+
+
 def visible_devices(num: int, environ: Mapping[str, str] | None = None) -> list[str]:
     """What CUDA calls the devices of ranks 0 to num - 1 of this host."""
     env = os.environ if environ is None else environ

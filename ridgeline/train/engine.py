@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,12 @@ class Engine:
         self.settle: Callable[[], None] = lambda: None
         """Called before weights change other than by the optimizer: what is being saved is copied first."""
         self._guard_gradients()
-        refuse_own_steps(optimizer, lambda: self._pending, lambda: self._passes > 0)
+        me = ref(self)
+        refuse_own_steps(
+            optimizer,
+            lambda: (engine := me()) is not None and engine._pending,
+            lambda: (engine := me()) is not None and engine._passes > 0,
+        )
         self._loads = Loads(self.arranged)
         self._passes = 0
         """Forward passes with gradients since the last backward."""
@@ -125,8 +131,8 @@ class Engine:
         self._samples = 0
         self._pending = False
         """Whether backward has run and `step` was not called since."""
-        self.is_alone = True
-        """Whether no other engine of the job can leave gradients in these parameters."""
+        self._left: tuple[int, ...] = ()
+        """What gradients were after the microbatches of a step that is not over."""
         self._compared = False
         self.num_steps = 0
         """Updates done, without those that an overflow in fp16 left out."""
@@ -204,6 +210,8 @@ class Engine:
                 self._precision.backward(loss * self._weight())
             if self.ends_step:
                 self._finish()
+        if not self.ends_step:
+            self._left = self._gradients()
         self._pending = True
 
     def step(self) -> None:
@@ -343,22 +351,33 @@ class Engine:
     def _guard_gradients(self) -> None:
         """A loop's own `optimizer.zero_grad()` clears what a layout keeps elsewhere as well (a GAN's, after
         the other's step), but not what the first microbatches of a step have left for its last."""
-        flats, clear = self.arranged.flats, self._optimizer.zero_grad
+        flats, clear, me = self.arranged.flats, self._optimizer.zero_grad, ref(self)
 
         def zero_grad(set_to_none: bool = True) -> None:
-            if self._micro and self.is_alone:
+            engine = me()
+            if engine is not None and engine._micro:
+                engine._require_own_gradients()
                 return
-            if self._micro:
-                raise UsageError(
-                    f"optimizer.zero_grad() after {self._micro} of {self.parts} microbatches would drop "
-                    "their gradients; beside other engines call it when engine.has_stepped, and switch "
-                    "gradients of this model off (requires_grad_(False)) in the others' forward passes"
-                )
             for flat in flats:
                 flat.clear_gradients()
             clear(set_to_none=set_to_none)
 
         self._optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def _require_own_gradients(self) -> None:
+        """In the middle of a step: nobody else's backward has added to them since."""
+        if self._gradients() != self._left:
+            raise UsageError(
+                f"optimizer.zero_grad() after {self._micro} of {self.parts} microbatches would drop their "
+                "gradients with those that another backward has added; switch gradients of this model off "
+                "(requires_grad_(False)) in that one's forward pass"
+            )
+
+    def _gradients(self) -> tuple[int, ...]:
+        """What changes with every addition to them."""
+        return tuple(
+            p.grad._version for p in self.arranged.model.parameters() if p.grad is not None
+        )
 
     def take_loaded(self) -> None:
         """What was loaded into the model is what the optimizer has: before weights are read or updated."""

@@ -66,7 +66,6 @@ class Job:
         self._arranged: dict[int, Arranged] = {}
         """Of every model given to `parallelize`, by the id of what came back."""
         self._engined: WeakSet[nn.Module] = WeakSet()
-        self._engines: WeakSet[Engine] = WeakSet()
         self._has_engine = False
 
     @property
@@ -186,9 +185,6 @@ class Job:
             ema_warmup=ema_warmup,
         )
         self._has_autocast = True
-        self._engines.add(engine)
-        for one in self._engines if len(self._engines) > 1 else ():
-            one.is_alone = False
         self._arranged[id(engine)] = engine.arranged
         for note in engine.notes if self.is_main else ():
             print(f"{OURS}{note}", file=sys.stderr)

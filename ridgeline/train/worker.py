@@ -52,18 +52,10 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def _bind(env: RankEnv) -> None:
-    """To this rank's own cores, before torch counts them; in a job the rank's wrapper has done it."""
-    from ridgeline.launch.bind import bind_rank, show_bindings
-    from ridgeline.launch.env import bind_mode, cuda_visible, keep_binding
-    from ridgeline.launch.topology import read_topology
+    from ridgeline.launch.bind import bind_as_told, show_bindings
 
-    mode = bind_mode()
-    if mode is None:
-        return
-    topology = read_topology(visible=cuda_visible())
-    bound = bind_rank(mode, topology, env.local_rank, env.local_world_size)
-    keep_binding(bound.to_record())
-    if bound.held and env.rank == 0:
+    bound = bind_as_told(env)
+    if bound is not None and bound.held and env.rank == 0:
         print(show_bindings(bound.node), flush=True)
 
 

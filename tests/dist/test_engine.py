@@ -263,17 +263,34 @@ def test_clearing_gradients_in_a_step_drops_no_microbatch(ranks: Any, layout: st
         assert ranks(2, cleared, layout, clears)[0] == kept
 
 
-def test_clearing_gradients_in_a_step_beside_other_engines_is_refused() -> None:
-    """Whose they are cannot be told."""
+def test_gradients_of_others_in_a_step_cannot_be_cleared_by_themselves() -> None:
+    """A generator's backward goes through the discriminator, which is in the middle of its step."""
     job = ridgeline.start("accumulate=2")
-    nets = [nn.Linear(4, 4) for _ in range(2)]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    first, _ = (job.engine(n, o) for n, o in zip(nets, optimizers, strict=True))
-    first.backward(first(torch.ones(2, 4)).mean())
-    first.step()
-    with pytest.raises(UsageError, match="after 1 of 2 microbatches would drop their gradients"):
-        optimizers[0].zero_grad()
-    optimizers[1].zero_grad()  # is not in a step
+    judges, makes = nn.Linear(4, 1), nn.Linear(4, 4)
+    of_judges = torch.optim.SGD(judges.parameters(), lr=0.1)
+    engine = job.engine(judges, of_judges)
+    x = torch.ones(2, 4)
+    engine.backward(engine(x).mean())
+    engine.step()
+    of_judges.zero_grad()  # its own stay, and nothing else is there
+    judges(makes(x)).mean().backward()
+    with pytest.raises(
+        UsageError, match="after 1 of 2 microbatches would drop their gradients with"
+    ):
+        of_judges.zero_grad()
+
+
+def test_engines_of_one_after_another_do_not_hinder_each_other() -> None:
+    job = ridgeline.start("accumulate=2")
+    for _ in range(2):
+        net = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = job.engine(net, optimizer)
+        for _ in range(4):
+            optimizer.zero_grad()
+            engine.backward(engine(torch.ones(2, 4)).mean())
+            engine.step()
+        assert engine.num_steps == 2
 
 
 def own_batches(layout: str, shares: bool) -> list[float]:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from ridgeline.config import RunConfig
-from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl, layout_of, waits_for_ranks
+from ridgeline.doctor.remedies.contract import (
+    Remedy,
+    Step,
+    amdahl,
+    exchange_s,
+    layout_of,
+    waits_for_ranks,
+)
 from ridgeline.layout import check_layout
 
 SHARE = 0.4
@@ -25,7 +32,8 @@ REMEDY = Remedy(
     line="model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
     ".bf16_compress_hook)",
     applies=_applies,
-    predicted_gain=lambda step, config: amdahl(step, SHARE * step.comm_exposed_s),
+    predicted_gain=lambda step, config: amdahl(step, SHARE * exchange_s(step)),
     change=lambda config: ["layout.compress=bf16"],
     risk="rounding",
+    of_ranks=True,
 )

@@ -62,6 +62,8 @@ class Parts:
     classes: dict[str, float] = field(default_factory=dict)
     free_bytes: float = 0.0
     """Of the device's memory, at the step's peak; 0 where that is not known."""
+    capacity_bytes: float = 0.0
+    """All of it; 0 where that is not known."""
     has_bf16: bool = True
     has_fp8: bool = True
     bf16_rate: float = 0.0
@@ -94,6 +96,10 @@ class Remedy:
     """Whether it brings data sooner, and so lets others show their gain."""
     members: tuple[str, ...] = ()
     """Names of the remedies that it is made of, for one of many together."""
+    of_ranks: bool = False
+    """Whether what it saves is communication, and no kernel."""
+    settles: str = ""
+    """Name of one that needs no try once this was kept, since it would undo it."""
 
     @property
     def costs_digits(self) -> bool:
@@ -127,13 +133,22 @@ def elementwise_s(step: Step) -> float:
 
 def free_share(step: Step) -> float | None:
     """Of the device's memory, at the step's peak; None where that is not known."""
+    if isinstance(step, Parts):
+        return step.free_bytes / step.capacity_bytes if step.capacity_bytes else None
     memory = getattr(step, "memory", None)
     return 1.0 - memory.fill if memory is not None else None
 
 
+def exchange_s(step: Step) -> float:
+    """Of communication that nothing hides, but for waiting for other stages of a pipeline."""
+    pipeline = getattr(step, "pipeline", None)
+    bubble_s = pipeline.bubble_s if pipeline is not None else 0.0
+    return max(step.comm_exposed_s - bubble_s, 0.0)
+
+
 def waits_for_ranks(step: Step) -> str | None:
     """In a clause, where a step has communication that nothing hides."""
-    share = step.comm_exposed_s / step.step_s if step.step_s > 0 else 0.0
+    share = exchange_s(step) / step.step_s if step.step_s > 0 else 0.0
     if share < LEAST_WAIT_FOR_RANKS:
         return None
     return f"{share:.0%} of the step is communication that nothing hides"

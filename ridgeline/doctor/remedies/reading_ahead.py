@@ -8,14 +8,17 @@ from ridgeline.doctor.remedies.contract import Remedy, Step, amdahl, layout_of
 LEAST_WAIT = 0.02
 """Share of the step spent waiting for data below which nobody would notice."""
 MOST, ENOUGH = 16, 4
+LEAST_CORES = 4
+"""Of a rank, where a layout has more ranks than one machine."""
 
 
 def wanted_readers(config: RunConfig) -> int:
-    """Of each rank: those of one machine share its cores."""
+    """Of each rank: those of one machine share its cores, of which each has some."""
     import psutil
 
-    cores = (psutil.cpu_count() or 1) // layout_of(config).world_size
-    return max(2, min(MOST, cores - 1))
+    cores = psutil.cpu_count() or 1
+    here = min(layout_of(config).world_size, max(1, cores // LEAST_CORES))
+    return max(2, min(MOST, cores // here - 1))
 
 
 def wanted_prefetch(config: RunConfig) -> int:

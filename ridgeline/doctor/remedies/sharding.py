@@ -8,6 +8,7 @@ from ridgeline.doctor.remedies.contract import (
     Remedy,
     Step,
     amdahl,
+    exchange_s,
     free_share,
     layout_of,
     waits_for_ranks,
@@ -36,7 +37,8 @@ def _applies(step: Step, config: RunConfig) -> str | None:
 REMEDY = Remedy(
     name="weights not sharded",
     applies=_applies,
-    predicted_gain=lambda step, config: amdahl(step, SHARE * step.comm_exposed_s),
+    predicted_gain=lambda step, config: amdahl(step, SHARE * exchange_s(step)),
     change=lambda config: [f"layout={_whole(layout_of(config))}"],
     risk="order",
+    of_ranks=True,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ridgeline.config import load_config
-from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting
+from ridgeline.doctor.choice import LEAST_PREDICTED, Waiting, carry
 from ridgeline.doctor.climb import climb
 from ridgeline.doctor.combined import change_config
 from ridgeline.doctor.ladder import Rung
@@ -462,7 +462,9 @@ WAITING = Parts(step_s=0.3, comm_exposed_s=0.06)
         ("dp=1", set()),
         ("dp=2", {"gradient buckets", "smaller gradient buckets", "gradients in bf16"}),
         ("dp=2,compress=bf16", {"gradient buckets", "smaller gradient buckets"}),
-        ("dp=2,zero=1", {"gradient buckets", "smaller gradient buckets"}),
+        ("dp=2,zero=2", {"gradient buckets", "smaller gradient buckets"}),
+        ("dp=2,zero=1", {"gradient buckets"}),  # nothing is reduced before the end of backward
+        ("dp=2,pp=2,microbatches=2", {"gradient buckets"}),
         ("dp=2,sync=local:4", set()),
         ("dp=2,zero=3", {"weights not sharded"}),
         ("dp=4,zero=3,shard=2", {"weights not sharded"}),
@@ -484,6 +486,51 @@ def test_what_is_tried_where_ranks_wait_for_each_other(layout: str, applying: se
     )
     for name in applying:  # each leads to a configuration that can be run
         assert change_config(config, tuple(REMEDIES[name].change(config))) != config
+
+
+def test_a_bubble_is_nothing_that_buckets_mend() -> None:
+    from types import SimpleNamespace
+
+    step: Any = SimpleNamespace(**vars(WAITING), pipeline=SimpleNamespace(bubble_s=0.055))
+    config = load_config(None, [*LLAMA, "layout=dp=2,pp=2,microbatches=2"]).config
+    assert REMEDIES["gradient buckets"].applies(step, config) is None
+
+
+def test_what_larger_buckets_have_gained_is_not_undone() -> None:
+    config = load_config(None, [*LLAMA, "layout=dp=2", "ddp.bucket_mb=4"]).config
+    both = [REMEDIES["gradient buckets"], REMEDIES["smaller gradient buckets"]]
+    waiting = Waiting(both)
+    assert [p.remedy.name for p in waiting.rank(WAITING, config)] == [r.name for r in both]
+    waiting.take(both[0])
+    waiting.note_kept(both[0])
+    assert [p.remedy.name for p in waiting.rank(WAITING, config)] == ["gradient buckets"]
+
+
+@pytest.mark.parametrize(("told", "comm_s"), [(0.0, 0.30), (0.25, 0.25)])
+def test_what_ranks_save_is_taken_from_communication(told: float, comm_s: float) -> None:
+    """Also where the step's own clock does not tell of it, as a script's."""
+    step = Parts(step_s=1.0, comm_exposed_s=0.6, launch_s=0.05, classes={"matrix": 0.35})
+    after = carry(step, Parts(step_s=0.7, comm_exposed_s=told), of_ranks=True)
+    assert after.comm_exposed_s == pytest.approx(comm_s)
+    kept = carry(step, Parts(step_s=0.8))  # by what shortens kernels
+    assert kept.comm_exposed_s == pytest.approx(0.6)
+    assert kept.classes["matrix"] == pytest.approx(0.35 * 0.2 / 0.4)
+    if not told:
+        assert after.classes["matrix"] == pytest.approx(0.35)
+
+
+def test_a_full_device_has_no_room_for_what_a_layout_saves() -> None:
+    """By the state's own clock, as in a climb."""
+    for name, layout in (
+        ("no recompute", "recompute=full"),
+        ("no offload", "offload=activations"),
+        ("weights not sharded", "dp=2,zero=3"),
+    ):
+        config = load_config(None, [*LLAMA, f"layout={layout}"]).config
+        for free, applies in ((40e9, True), (2e9, False), (0.0, False)):
+            step = dataclasses.replace(WAITING, capacity_bytes=80e9, free_bytes=free)
+            assert (REMEDIES[name].applies(step, config) is not None) == applies
+        assert REMEDIES[name].applies(WAITING, config) is not None  # of which nothing is known
 
 
 def test_buckets_grow_until_one_has_all_gradients() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -37,6 +38,9 @@ for line in sys.stdin:
         time.sleep(600)
     if what == "die":
         os._exit(3)
+    if what == "half":
+        print('{"rank": ', end="", flush=True)
+        os._exit(0)
     print(json.dumps({"failed": what} if what else {"rank": rank}), flush=True)
 """
 
@@ -60,12 +64,14 @@ def test_ranks_answer_together(tmp_path: Path) -> None:
             r"process ended \(3\); see .*rank1",
         ),
         (["bad", "bad", "bad"], "^bad$"),
+        (["", "half", "hang"], r"process ended \(0\); see .*rank1"),
     ],
 )
 def test_a_rank_that_fails_ends_those_that_wait_for_it(
     tmp_path: Path, say: list[str], told: str
 ) -> None:
     ranks = start([], ["-c", ANSWERS], tmp_path / "log.log", 3)
+    ranks.ask({"say": ["", "", ""]}, 240.0)  # all are there
     begun = time.monotonic()
     with pytest.raises(RunError, match=told):
         ranks.ask({"say": say}, 60.0)
@@ -75,9 +81,9 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
     ranks = start([], ["-c", ANSWERS], tmp_path / "log.log", 2)
-    ranks.ask({"say": ["", ""]}, 60.0)
-    with pytest.raises(RunError, match="no answer within 1 s from rank 1"):
-        ranks.ask({"say": ["", "hang"]}, 1.0)
+    ranks.ask({"say": ["", ""]}, 240.0)
+    with pytest.raises(RunError, match="no answer within 20 s from rank 1"):
+        ranks.ask({"say": ["", "hang"]}, 20.0)
 
 
 def test_what_ranks_say_is_what_their_training_did() -> None:
@@ -101,6 +107,8 @@ def test_what_ranks_say_is_what_their_training_did() -> None:
         third
     ]  # the same number, to the last bit
     assert merge([slow]) == slow
+    assert merge([{"ended": 60}, {"ended": 60}]) == {"ended": 60}  # a script's end is no turn
+    assert merge([answer(), {"ended": 60}]) == {"ended": 60}
 
 
 def test_ranks_share_the_cores_that_states_start_on() -> None:
@@ -138,6 +146,12 @@ def test_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
         spares.close()
     assert found == pytest.approx(expected, rel=1e-5)
     assert rank_log(tmp_path / "ready.log", 1).is_file()
+    zero = load_config(None, [*RECIPE, "layout=dp=2,zero=3"]).config
+    nudged = Candidate(zero, "nudged", tmp_path, two)
+    nudged.nudge = 0.01
+    moved = _losses(nudged, two)
+    assert moved != pytest.approx(expected, rel=1e-5)
+    assert moved == pytest.approx(expected, rel=0.05)
     pp = load_config(None, [*RECIPE, "layout=pp=2,microbatches=2"]).config
     assert _losses(Candidate(pp, "pp", tmp_path, two), two) == pytest.approx(expected, rel=1e-5)
 
@@ -241,6 +255,32 @@ def test_a_script_says_its_losses_whatever_drives_it(
         0.5,
         True,
     )
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_goes_on_with_settings_for_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(OWN.format(layout="dp=2", loop=PLAIN).replace("return 4096", "return 240"))
+    two = Effort(rounds=2, steps=8, check_steps=12, num_ranks=2)
+    found = []
+    for plain in (True, False):
+        config = of_script(script)
+        if not plain:
+            ddp = dataclasses.replace(config.ddp, bucket_mb=0.001)
+            config = dataclasses.replace(config, layout="dp=2,compress=bf16", ddp=ddp)
+        state = ScriptCandidate(config, f"plain-{plain}", tmp_path, two, script, plain=plain)
+        try:
+            state.check(two)
+            for _ in range(3):  # more steps than it has
+                assert state.turn() > 0
+        finally:
+            state.close()
+        found.append(state.losses[:12])
+    assert found[1] != found[0]  # rounded on their way
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+    settings = yaml.safe_load((tmp_path / "plain-False.yaml").read_text())
+    assert settings["bucket_mb"] == 0.001
+    assert "compress=bf16" in settings["layout"]
 
 
 @pytest.mark.slow
