@@ -31,7 +31,13 @@ from ridgeline.train.position import Position
 from ridgeline.train.setup import Training, build_training
 
 BOUND = 1e-9
-BASE = ("device=cpu", "threads=1", "data.prefetch=0", "train.steps=40", "checkpoint.background=true")
+BASE = (
+    "device=cpu",
+    "threads=1",
+    "data.prefetch=0",
+    "train.steps=40",
+    "checkpoint.background=true",
+)
 LLAMA = (  # heads, vocabulary and width that four ranks do not divide; one weight in two places
     "model.name=llama",
     "model.args={vocab: 259, width: 24, depth: 4, heads: 6, kv_heads: 2, ffn: 44, max_seq: 32,"
@@ -146,7 +152,9 @@ def world(layout: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[float]]]:
+def saved(
+    ranks: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, list[float]]]:
     """A checkpoint of every layout of the matrix, and how its run went on."""
     root = memory_folder(tmp_path_factory.mktemp("saved"))
     found = {}
@@ -259,7 +267,9 @@ def cut_by(costs: dict[str, float], folder: str) -> list[str]:
     run = run_dir(folder)
     if env.rank == 0:
         run.write_json(BLOCKS, costs)
-    config = load_config(None, (*BASE, *LLAMA, "layout=pp=2,microbatches=2", "train.steps=1")).config
+    config = load_config(
+        None, (*BASE, *LLAMA, "layout=pp=2,microbatches=2", "train.steps=1")
+    ).config
     found: list[str] = []
 
     def note(config: Any, env: Any, resumes: bool, given: Any) -> Training:
@@ -289,7 +299,9 @@ def test_a_run_that_goes_on_is_cut_where_it_was(ranks: Any, tmp_path: Path) -> N
 
 
 def refused(folder: str) -> str:
-    config = load_config(None, (*BASE, *LLAMA, "layout=pp=2,microbatches=2", "train.steps=1")).config
+    config = load_config(
+        None, (*BASE, *LLAMA, "layout=pp=2,microbatches=2", "train.steps=1")
+    ).config
     with pytest.raises(UsageError) as error:
         train_run.run_training(config, read_rank_env(), run_dir(folder))
     return str(error.value)

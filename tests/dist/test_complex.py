@@ -23,7 +23,7 @@ from ridgeline.verify.run import Verifier
 
 
 class Mix(nn.Module):
-    """Each channel of modes times a matrix; `in_pairs` holds the numbers as a model would that hides them."""
+    """Each channel of modes times a matrix; `in_pairs` holds the numbers as a model that hides them."""
 
     def __init__(self, in_pairs: bool) -> None:
         super().__init__()

@@ -25,7 +25,9 @@ THEIRS = json.loads((GOLDEN / "deepspeed.json").read_text())
 
 
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("deepspeed_script", GOLDEN / "deepspeed_script.py")
+    spec = importlib.util.spec_from_file_location(
+        "deepspeed_script", GOLDEN / "deepspeed_script.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -102,7 +104,7 @@ def trained(config: dict[str, Any], steps: int, folder: str, how: str = "") -> d
     """So many steps in all, going on from what is in `folder`, and saved there."""
     torch.manual_seed(4)
     model = layers().double() if how == "stages" else Net().double()
-    engine, optimizer, loader, schedule = deepspeed.initialize(
+    engine, optimizer, loader, _schedule = deepspeed.initialize(
         model=model, training_data=samples(), config=CONFIG | config, loss_fn=F.cross_entropy
     )
     path, client = engine.load_checkpoint(folder)
@@ -136,7 +138,9 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return torch.load(folder / "pytorch_model.bin", weights_only=True)
 
 
-def compare(ranks: Any, tmp_path: Path, configs: list[tuple[dict[str, Any], str]], size: int) -> list[Any]:
+def compare(
+    ranks: Any, tmp_path: Path, configs: list[tuple[dict[str, Any], str]], size: int
+) -> list[Any]:
     """Two steps, and two more, each in a layout, against four on one device."""
     alone = tmp_path / "one"
     trained({}, 4, str(alone))
@@ -163,7 +167,9 @@ def test_goes_on_in_another_layout_as_on_one_device(ranks: Any, tmp_path: Path) 
     assert b["optimizer"] == "AdamW"
 
 
-def test_stages_with_tied_layers_are_the_layers_one_after_the_other(ranks: Any, tmp_path: Path) -> None:
+def test_stages_with_tied_layers_are_the_layers_one_after_the_other(
+    ranks: Any, tmp_path: Path
+) -> None:
     ranks(2, trained, {}, 4, str(tmp_path / "two"), "stages")
     ranks(4, trained, {"zero_optimization": {"stage": 2}}, 4, str(tmp_path / "four"), "stages")
     model = layers().double()

@@ -175,7 +175,9 @@ def verifier(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_proved(verifier: Verifier, text: str) -> None:
     row = verifier.check(Layout.parse(text))
-    if "pp" in text and row.refused:  # as without experts spread: stages are cut where all modules run
+    if (
+        "pp" in text and row.refused
+    ):  # as without experts spread: stages are cut where all modules run
         assert verifier.config.model.args["kind"] == "listed"
         assert "which modules run depends on the data" in row.refused
         return
@@ -197,7 +199,7 @@ def test_proved_with_the_norms_of_single_parameters_and_in_bf16(kind: str) -> No
 
 
 class Busy(Listed):
-    """Counts in buffers, old and new ones, and in a number; looks at an expert's type; changes what an expert
+    """Counts in buffers, old and new, and in a number; looks at an expert's type; changes what an expert
     gives in place; and has an expert for all beside the others."""
 
     def __init__(self, num: int) -> None:
@@ -308,7 +310,9 @@ def draws() -> tuple[list[float], list[float], dict[str, Any], dict[str, Any]]:
         block.inner.experts = nn.ModuleList(Noise() for _ in range(4))
     before = {k: v.clone() for k, v in net.state_dict().items()} | {"calls": 0}
     plan = find_experts(net, (torch.zeros(2, 8),), 2)
-    after = {k: v.clone() for k, v in net.state_dict().items()} | {"calls": net.blocks[0].inner.calls}
+    after = {k: v.clone() for k, v in net.state_dict().items()} | {
+        "calls": net.blocks[0].inner.calls
+    }
     Noise.drawn.clear()
     env = read_rank_env()
     mesh = build_mesh(env, Layout(dp=2, ep=2), torch.device("cpu"))

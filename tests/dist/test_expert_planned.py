@@ -174,7 +174,14 @@ def test_a_rank_keeps_sends_and_calls_what_is_predicted(ranks: Any, layout: str)
     assert kept > 1.02 * sum(b.count * kept_bytes(job.replace(ep=1), b) for b in blocks)
     there, errands, back = map(
         sum,
-        zip(*(travel_bytes(e, job.samples, job.mode, job.ep) for b in blocks for e in b.experts * b.count), strict=True),
+        zip(
+            *(
+                travel_bytes(e, job.samples, job.mode, job.ep)
+                for b in blocks
+                for e in b.experts * b.count
+            ),
+            strict=True,
+        ),
     )
     # Of 384 to 768 tokens drawn by chance, a few more or fewer go to another rank than in the mean.
     assert there + errands + back == pytest.approx(mean["sent_forward"], rel=0.06)

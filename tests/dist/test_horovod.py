@@ -211,9 +211,7 @@ def in_between(with_closure: bool) -> tuple[list[float], float, int]:
 
 
 @pytest.mark.parametrize("with_closure", [False, True])
-def test_what_a_script_sends_in_between_is_its_own(
-    ranks: Any, with_closure: bool
-) -> None:
+def test_what_a_script_sends_in_between_is_its_own(ranks: Any, with_closure: bool) -> None:
     for numbers, metric, steps in ranks(2, in_between, with_closure):
         assert metric == 201.0
         assert numbers[:2] == [15.0, 2.0]
@@ -268,7 +266,8 @@ def test_mistakes_are_said(ranks: Any) -> None:
     for said in ranks(2, mistakes):
         parts = (
             "between backward and step()", "backward ran more than 1 times", "out of the average",
-            "give it torch's optimizer, once", "process_set= is not in", "root_rank=7 of 2 ranks", "3 rows over 2 ranks",
+            "give it torch's optimizer, once", "process_set= is not in", "root_rank=7 of 2 ranks",
+            "3 rows over 2 ranks",
             "horovod's elastic is not in", "before hvd.init()",
         )  # fmt: skip
         assert len(said) == len(parts)

@@ -1,4 +1,4 @@
-"""`ridgeline launch` on this machine: every rank's command, its end, its output, and nothing left behind."""
+"""`ridgeline launch` on this machine: each rank's command, its end, its output, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ def train(folder: str, layout: str, stop_at: int | None, epochs: int = 3) -> Any
     inputs = torch.randn(50, 6, generator=data, dtype=torch.float64)
     dataset = TensorDataset(inputs, torch.randint(0, 3, (50,), generator=data))
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
+    first = nn.Linear(6, 16, bias=False)
+    net = nn.Sequential(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
     model = job.parallelize(net, sync_batch_norm=True)
     loader = job.loader(dataset, batch_size=8)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -89,5 +90,5 @@ def test_a_model_of_nobody_s_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     loader = job.loader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="not what job.parallelize or job.engine gave"):
+    with pytest.raises(UsageError, match=r"not what job\.parallelize or job\.engine gave"):
         job.checkpoints(tmp_path, model, optimizer, loader, every=1)

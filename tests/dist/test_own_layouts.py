@@ -47,7 +47,11 @@ def train(layout: str) -> list[float]:
     dataset = TensorDataset(images, torch.randint(0, 3, (16,), generator=drawn))
     torch.manual_seed(1)
     net = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
     )
     model = job.parallelize(net, example_input=images[:2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -90,7 +94,9 @@ def test_refused(ranks: Any, name: str) -> None:
 def test_the_page_says_so() -> None:
     """Every name that is tested above, on the right side."""
     taken, refused = re.search(
-        r"With `parallelize` a loop takes these layouts: (.*?) These are\s+refused (.*?)\n\n", PAGE, re.S
+        r"With `parallelize` a loop takes these layouts: (.*?) These are\s+refused (.*?)\n\n",
+        PAGE,
+        re.S,
     ).groups()  # type: ignore[union-attr]
     assert all(f"`{name}`" in taken for name in TAKEN)
     assert all(f"`{name}`" in refused for name in REFUSED)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import io
 import gc
+import io
 import itertools
-import logging
 import json
+import logging
 import time
 import weakref
 from collections import Counter
@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ridgeline.errors import UsageError
 from ridgeline.models.build import build_model
-from ridgeline.train.clock import HostClock
 from ridgeline.parallel.pipeline import (
     Event,
     Pipeline,
@@ -42,6 +41,7 @@ from ridgeline.parallel.pipeline import (
     stale_buffers,
     timeline_svg,
 )
+from ridgeline.train.clock import HostClock
 
 CPU = torch.device("cpu")
 VOCAB, SEQ, CLASSES = 37, 8, 5
@@ -113,7 +113,7 @@ class InPlace(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention with a bias from elsewhere, in a norm that is told its scale, as diffusion models have it."""
+    """Attention with a bias from elsewhere, in a norm that is told its scale, as of diffusion models."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -825,7 +825,7 @@ def test_torch_does_not_tell_of_a_forward_that_fails_before_we_do() -> None:
     heard = logging.StreamHandler(stream := io.StringIO())
     told.addHandler(heard)
     try:
-        with pytest.raises(RuntimeError, match="mat1|size"):
+        with pytest.raises(RuntimeError, match=r"mat1|size"):
             plan_stages(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)), 2, torch.randn(2, 4))
     finally:
         told.removeHandler(heard)

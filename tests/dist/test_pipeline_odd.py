@@ -1,4 +1,4 @@
-"""Pipelines of models that do what nobody expects with what their modules return: the same numbers, or no cut."""
+"""Pipelines of models that do odd things with what their modules return: the same numbers, or no cut."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.errors import UsageError
+from ridgeline.launch.env import read_rank_env
 from ridgeline.layout import Layout
 from ridgeline.models.build import build_model
 from ridgeline.parallel.apply import arrange
-from ridgeline.parallel.mesh import build_mesh
-from ridgeline.launch.env import read_rank_env
 from ridgeline.parallel.gather import full_gradients
+from ridgeline.parallel.mesh import build_mesh
 from ridgeline.parallel.pipeline import build_stages, plan_stages
 from ridgeline.parallel.pipeline.prove import tell_difference
 from ridgeline.train.objective import Objective
@@ -224,7 +224,19 @@ FORWARDS: dict[str, Callable[[Odd, Tensor], Any]] = {
     f.__name__: f
     for f in (
         *(popped, reversed_, inserted, through_data, through_detach, two_views, changed_later),
-        *(through_a_view, with_a_weight, drawn, watched, nested, gated, detached, beside, many, deep, given_twice),
+        *(
+            through_a_view,
+            with_a_weight,
+            drawn,
+            watched,
+            nested,
+            gated,
+            detached,
+            beside,
+            many,
+            deep,
+            given_twice,
+        ),
         *(kept, pair, in_the_graph),
     )
 }
@@ -259,7 +271,7 @@ def test_stages_compute_what_the_model_does(kind: str, num_stages: int) -> None:
         for stage in stages:
             sent = stage(*sent, inputs=x)
         torch.testing.assert_close(leaf(sent), expected, rtol=1e-12, atol=1e-12)
-        parameters = [p for p in model.parameters()]
+        parameters = list(model.parameters())
         pairs = zip(
             torch.autograd.grad(leaf(sent).square().sum(), parameters, allow_unused=True),
             torch.autograd.grad(expected.square().sum(), parameters, allow_unused=True),
@@ -328,7 +340,12 @@ def step(kind: str, sizes: list[int]) -> tuple[list[str], dict[str, Tensor], flo
     x, y, counts, weights = samples(sizes)
     try:
         built = arrange(
-            Objective(model, loss), layout, mesh, model=model, loss=loss, example=(x[0][:1].repeat(2, 1),)
+            Objective(model, loss),
+            layout,
+            mesh,
+            model=model,
+            loss=loss,
+            example=(x[0][:1].repeat(2, 1),),
         )
     except UsageError as error:
         return str(error)

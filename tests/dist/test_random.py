@@ -29,8 +29,14 @@ from ridgeline.parallel.random import (
     keyed_mask,
 )
 from ridgeline.parallel.ring import ring_attention
-from ridgeline.parallel.tensor import GlobalView, cut_layers, enter_view, plan_tensor, use_randomness
 from ridgeline.parallel.sample_dims import learn_sample_dims
+from ridgeline.parallel.tensor import (
+    GlobalView,
+    cut_layers,
+    enter_view,
+    plan_tensor,
+    use_randomness,
+)
 
 
 def keys_for(ids: list[int], seed: int = 0, step: int = 0) -> Any:
@@ -837,7 +843,7 @@ class SequenceFirst(nn.Module):
 
 
 @pytest.mark.parametrize("looks", [False, True], ids=["fake", "real"])
-def test_samples_are_found_where_they_are(looks: bool) -> None:
+def test_samples_of_a_model_are_found_where_they_are(looks: bool) -> None:
     """A length that is a multiple of the batch is not taken for samples."""
     model, x = SequenceFirst(looks), torch.ones(4, 4, 8)
     randomness = Randomness(0)

@@ -194,9 +194,7 @@ IMAGE, TOKENS = torch.zeros(2, 1, 8, 8), torch.zeros(2, 8, dtype=torch.long)
     ],
     ids=["patches", "module", "tokens", "features"],
 )
-def test_what_has_a_sequence_is_not_refused(
-    model: nn.Module, example: Any, num_notes: int
-) -> None:
+def test_what_has_a_sequence_is_not_refused(model: nn.Module, example: Any, num_notes: int) -> None:
     plan = plan_tensor(model, 1, example)
     assert len(check_sequences(model, 2, plan, example)) == num_notes
 

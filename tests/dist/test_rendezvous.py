@@ -61,7 +61,9 @@ def test_ports_that_are_taken_are_passed_over(taken: int) -> None:
 
 
 def test_a_rank_zero_that_never_comes_is_told() -> None:
-    with pytest.raises(RunError, match=r"rank 1 did not find rank 0 of Slurm job mine at 127\.0\.0\.1"):
+    with pytest.raises(
+        RunError, match=r"rank 1 did not find rank 0 of Slurm job mine at 127\.0\.0\.1"
+    ):
         join_store(env_of(1, free_port()), timedelta(seconds=1))
 
 

@@ -1,4 +1,4 @@
-"""Parameters without dimensions, such as a learned temperature: whole on every rank where others are shards."""
+"""Parameters without dimensions, as a learned temperature: whole on each rank where others are shards."""
 
 from __future__ import annotations
 
@@ -158,7 +158,9 @@ class Choosing(nn.Module):
 def only_one_uses(here: bool) -> dict[str, float]:
     """The gradients of rank 1 using the second gate, or of nobody; two passes of one step."""
     torch.manual_seed(0)
-    model = apply_fsdp(Choosing(), [], init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), None)
+    model = apply_fsdp(
+        Choosing(), [], init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), None
+    )
     x = torch.arange(3.0, dtype=torch.float64) + dist.get_rank()
     for _ in range(2):
         model(x, here and dist.get_rank() == 1).backward()

@@ -876,7 +876,7 @@ def keeping(tp: int) -> tuple[Objective, Objective, Tensor, Tensor]:
 
 
 def retained(tp: int) -> float:
-    """Of an activation's gradient that the model keeps, how far it is from one process's; two passes add up."""
+    """How far an activation's gradient that the model keeps is from one process's; two passes add up."""
     alone, objective, inputs, targets = keeping(tp)
     for one in (alone, objective):
         loss = one(inputs, targets)
@@ -1101,14 +1101,16 @@ def train_and_evaluate(objective: Objective, inputs: Tensor, targets: Tensor) ->
 
 
 def programmed(name: str, sp: bool) -> tuple[dict[str, str], int, float]:
-    """Three steps and an evaluation in the view and as programs: why blocks are not, how many programs there
+    """Three steps and an evaluation in the view and as programs: why blocks are not, how many of them there
     are, and the largest difference of a loss, an output or a weight's gradient."""
     programs, alone, split = twice(lambda: build(name), train_and_evaluate, sp)
     worst = max(float((a - b).abs().max()) for a, b in zip(alone, split, strict=True))
     return programs.refused, programs.num_made, worst
 
 
-WITH_BLOCKS = ["llama", "llama_grouped", "llama_3_heads", "vit_cls", "bert", "hf_llama_grouped", "hf_gpt2", "hf_bert"]  # fmt: skip
+WITH_BLOCKS = [
+    "llama", "llama_grouped", "llama_3_heads", "vit_cls", "bert", "hf_llama_grouped", "hf_gpt2", "hf_bert",
+]  # fmt: skip
 
 
 @pytest.mark.table(keep=6)
@@ -1287,7 +1289,7 @@ def test_what_is_put_into_a_block_later_takes_part(ranks: Any, change_to: str, w
 
 
 def outlived() -> list[int]:
-    """How many of the tensors that blocks were given are there after a step, in the view and as programs."""
+    """How many of the tensors that blocks were given are there after a step, in both ways."""
 
     def use(objective: Objective, inputs: Tensor, targets: Tensor) -> list[int]:
         given: list[Any] = []
@@ -1427,7 +1429,8 @@ def compiled_steps(layout: str) -> tuple[list[float], list[float], list[str]]:
         model, task, inputs, targets = build("llama")
         wanted = Layout.parse(layout).replace(compile=compiles)
         built = arrange(
-            Objective(model, TASKS[task].loss), wanted, build_mesh(read_rank_env(), wanted, torch.device("cpu")),
+            Objective(model, TASKS[task].loss), wanted,
+            build_mesh(read_rank_env(), wanted, torch.device("cpu")),
             model=model, loss=TASKS[task].loss, example=(inputs,), randomness=Randomness(1),
         )  # fmt: skip
         optimizer = torch.optim.SGD(built.objective.parameters(), 0.1)

@@ -1,5 +1,5 @@
-"""An error of ours that a loop of the user's own does not catch: one sentence and its exit code, in every way
-such a script is started; whatever else is raised looks as it always does."""
+"""An error of ours that a loop of the user's own does not catch: one sentence and its exit code, in each
+way such a script is started; whatever else is raised looks as it always does."""
 
 from __future__ import annotations
 
@@ -113,14 +113,16 @@ def test_one_sentence_and_its_exit_code(
     started = run if what == ["usage"] else forked  # one of them as its user starts it
     done = started(tmp_path, *what)
     assert done.returncode == code
-    assert done.stderr.startswith("ridgeline: ") and words in done.stderr
+    assert done.stderr.startswith("ridgeline: ")
+    assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_other_errors_keep_their_traceback(forked: Forked, tmp_path: Path) -> None:
     done = forked(tmp_path, "other")
     assert done.returncode == 1
-    assert "Traceback" in done.stderr and "ValueError: not ours" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "ValueError: not ours" in done.stderr
     assert "ridgeline:" not in done.stderr
 
 
@@ -142,7 +144,8 @@ def test_a_hook_of_the_users_own_still_hears_of_it(forked: Forked, tmp_path: Pat
 def test_an_interactive_session_goes_on(tmp_path: Path) -> None:
     done = run(tmp_path, "run", python=("-i",))
     assert done.returncode == 0
-    assert "Traceback" in done.stderr and "RunError: the wheel came off" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "RunError: the wheel came off" in done.stderr
 
 
 def test_under_torchrun_the_sentence_is_not_lost(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A batch in parts beside the whole batch: proofs of `accumulate` and `pp` that could not be of the whole."""
+"""A batch in parts beside the whole one: proofs of `accumulate` and `pp` that could not be of the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proofs in float64 of models that are not to 1e-9 the same by themselves, and of mistakes planted in them."""
+"""Proofs in float64 of models that are not the same to 1e-9 by themselves, and of mistakes in them."""
 
 from __future__ import annotations
 

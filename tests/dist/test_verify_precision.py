@@ -277,7 +277,10 @@ def test_signs_of_gradients_near_zero_are_no_difference(
     assert row.verdict == "same", row
 
 
-_SCALES = {"high": {"init_scale": 2.0**40}, "settles": {"init_scale": 2.0**40, "backoff_factor": 2.0**-28}}
+_SCALES = {
+    "high": {"init_scale": 2.0**40},
+    "settles": {"init_scale": 2.0**40, "backoff_factor": 2.0**-28},
+}
 _overflowing: list[tuple[str, bool]] = []
 """Loss scales that trainings begin with, and whether those of one device do."""
 
@@ -295,7 +298,12 @@ def build_overflowing(config: RunConfig, env: RankEnv) -> Training:
     [
         ("settles", "settles", "same", "at step 1 on one device too; both left that out"),
         ("high", "high", "unclear", "at steps 1, 2 on one device and in this layout, so none were"),
-        ("", "settles", "differs", "at step 1 in this layout and not on one device; use precision=bf16"),
+        (
+            "",
+            "settles",
+            "differs",
+            "at step 1 in this layout and not on one device; use precision=bf16",
+        ),
         ("high", "", "unclear", "at steps 1, 2 on one device and not in this layout"),
     ],
 )

@@ -592,7 +592,9 @@ def train_mixed(stage: int, offload: bool = False) -> tuple[list[float], list[Te
         optimizer.zero_grad()
         losses.append(loss.item())
     full = full_parameters(objective) if zero is None else zero.full_weights()
-    given = full_parameters(objective)["model.head.bias"] if stage == 3 else objective.model.head.bias
+    given = (
+        full_parameters(objective)["model.head.bias"] if stage == 3 else objective.model.head.bias
+    )
     assert torch.equal(given, frozen), "what is not trained stays as it was given"
     return losses, [full[name].float() for name in sorted(full) if name != "model.head.bias"]
 
