@@ -34,7 +34,7 @@ from ridgeline.doctor.choice import (
     split_advice,
 )
 from ridgeline.doctor.combined import change_config
-from ridgeline.doctor.ending import sigterm_interrupts
+from ridgeline.doctor.ending import told_interrupts
 from ridgeline.doctor.ladder import (
     LEFT_OUT,
     NO_TIME,
@@ -261,7 +261,7 @@ BASELINE, AGAIN, NUDGED = "baseline", "baseline-again", "baseline-nudged"
 TOO_SOON = "interrupted before the baseline was measured; nothing is kept"
 
 
-@sigterm_interrupts()
+@told_interrupts()
 def _climb(
     config: RunConfig,
     out: Path,

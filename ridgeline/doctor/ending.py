@@ -1,4 +1,4 @@
-"""A climb that is told to end: by a scheduler's time limit or `timeout` as by Ctrl-C.
+"""A climb that is told to end: by a scheduler's time limit, or its warning, or `timeout` as by Ctrl-C.
 
 Called by `climb.py`; imports without torch.
 """
@@ -11,20 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+TOLD = (signal.SIGTERM, signal.SIGUSR1)
+"""How a job's end is said; the second is what `ridgeline launch` and schedulers send some time before."""
+
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """The first SIGTERM inside is an interrupt; further ones change nothing while all is written."""
+def told_interrupts() -> Iterator[None]:
+    """The first such signal inside is an interrupt; further ones change nothing while all is written."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python hands signals to the main thread only
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for one in TOLD:
+            signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in TOLD}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

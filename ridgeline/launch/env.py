@@ -249,9 +249,14 @@ def cuda_visible(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def said_threads(environ: Mapping[str, str] | None = None) -> int | None:
-    """Threads of a rank where the user has said so in the environment, as torchrun has it."""
-    said = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdigit() and int(said) > 0 else None
+    """Threads of a rank where the user has said so in the environment, as torchrun has it. What a launcher
+    gave this rank as its share (`bind.py`) is for this process, not for each of those that it starts."""
+    env = os.environ if environ is None else environ
+    said = env.get("OMP_NUM_THREADS", "")
+    if not said.isdigit() or int(said) <= 0:
+        return None
+    shares = json.loads(env[BINDING])["map"] if env.get(BINDING) else []
+    return None if int(said) in {share["num_threads"] for share in shares} else int(said)
 
 
 def slurm_mpi(environ: Mapping[str, str] | None = None) -> str:

@@ -76,6 +76,12 @@ def test_threads_that_the_user_has_said_stay(
         monkeypatch.setenv("OMP_NUM_THREADS", said)
         Local(2, 8).run(["x"], 2, tmp_path, asked, {})
         assert seen.pop() == wanted
+    # What a launcher has given this process for itself is not each of its ranks'.
+    monkeypatch.setenv("RIDGELINE_BINDING", json.dumps({"map": [{"num_threads": 8}]}))
+    for said, wanted in (("8", 4), ("3", 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        Local(2, 8).run(["x"], 2, tmp_path, None, {})
+        assert seen.pop() == wanted
 
 
 def test_only_allowed_variables_are_recorded_and_no_secret() -> None:

@@ -17,6 +17,7 @@ import yaml
 from ridgeline.config import RunConfig, load_config
 from ridgeline.doctor.choice import carry
 from ridgeline.doctor.climb import climb, climb_script
+from ridgeline.doctor.ending import told_interrupts
 from ridgeline.doctor.remedies.contract import Parts, Remedy
 from ridgeline.doctor.remedies.table import REMEDIES, SCRIPT_REMEDIES
 from ridgeline.doctor.states import Effort, ScriptCandidate
@@ -207,7 +208,11 @@ def test_an_interrupt_keeps_what_was_climbed(tmp_path: Path) -> None:
 
 @pytest.mark.table(keep=1)
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "time-limit"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1],
+    ids=["ctrl-c", "time-limit", "before-the-limit"],
+)
 def test_the_command_ends_with_1_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [
@@ -236,6 +241,17 @@ def test_the_command_ends_with_1_after_an_interrupt(tmp_path: Path, number: sign
     assert "Traceback" not in err
     assert (tmp_path / "out" / "climbed.yaml").is_file()
     assert (tmp_path / "out" / "ladder.svg").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_what_says_that_a_job_ends_interrupts_once(number: signal.Signals) -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
+    with told_interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        for one in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), one)  # while all is written
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
 def test_a_measured_profile_is_carried_to_the_states_after_it() -> None:
