@@ -139,6 +139,15 @@ def free_share(step: Step) -> float | None:
     return 1.0 - memory.fill if memory is not None else None
 
 
+def room_for(step: Step) -> str | None:
+    """What is said of the memory that what a layout saves could go into; None where that is next to none,
+    and nothing where it is not known."""
+    free = free_share(step)
+    if free is None:
+        return ""
+    return f", and {free:.0%} of the memory is free" if free >= LEAST_FREE else None
+
+
 def exchange_s(step: Step) -> float:
     """Of communication that nothing hides, but for waiting for other stages of a pipeline."""
     pipeline = getattr(step, "pipeline", None)

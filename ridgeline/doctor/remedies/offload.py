@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ridgeline.config import RunConfig
 from ridgeline.doctor.remedies.contract import (
-    LEAST_FREE,
     Remedy,
     Step,
     amdahl,
-    free_share,
     layout_of,
+    room_for,
 )
 
 SHARE = {"optimizer": 0.3, "params": 0.5, "activations": 0.3}
@@ -17,10 +16,9 @@ SHARE = {"optimizer": 0.3, "params": 0.5, "activations": 0.3}
 
 
 def _applies(step: Step, config: RunConfig) -> str | None:
-    kept, free = layout_of(config).offload, free_share(step)
-    if kept == "none" or (free is not None and free < LEAST_FREE):
+    kept, room = layout_of(config).offload, room_for(step)
+    if kept == "none" or room is None:
         return None
-    room = f", and {free:.0%} of the device's memory is free" if free is not None else ""
     return f"offload={kept} fetches from the host in every step{room}"
 
 

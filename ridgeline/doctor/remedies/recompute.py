@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from ridgeline.config import RunConfig
 from ridgeline.doctor.remedies.contract import (
-    LEAST_FREE,
     Remedy,
     Step,
     amdahl,
-    free_share,
     layout_of,
+    room_for,
 )
 
 
 def _applies(step: Step, config: RunConfig) -> str | None:
-    recompute, free = layout_of(config).recompute, free_share(step)
-    if recompute == "none" or (free is not None and free < LEAST_FREE):
+    recompute, room = layout_of(config).recompute, room_for(step)
+    if recompute == "none" or room is None:
         return None
-    room = f", and {free:.0%} of the memory is free" if free is not None else ""
     return f"recompute={recompute} computes activations twice{room}"
 
 

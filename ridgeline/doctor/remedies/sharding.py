@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ridgeline.config import RunConfig
 from ridgeline.doctor.remedies.contract import (
-    LEAST_FREE,
     Remedy,
     Step,
     amdahl,
     exchange_s,
-    free_share,
     layout_of,
+    room_for,
     waits_for_ranks,
 )
 from ridgeline.layout import Layout, check_layout
@@ -24,13 +23,9 @@ def _whole(layout: Layout) -> Layout:
 
 
 def _applies(step: Step, config: RunConfig) -> str | None:
-    layout, free = layout_of(config), free_share(step)
-    why = waits_for_ranks(step)
-    if layout.zero != 3 or why is None or (free is not None and free < LEAST_FREE):
+    layout, why, room = layout_of(config), waits_for_ranks(step), room_for(step)
+    if layout.zero != 3 or why is None or room is None or check_layout(_whole(layout)):
         return None
-    if check_layout(_whole(layout)):
-        return None
-    room = f", and {free:.0%} of the memory is free" if free is not None else ""
     return f"{why}, and zero=3 gathers the weights in every pass{room}"
 
 
