@@ -38,6 +38,7 @@ def tell_module(system: str, module: str, here: str, instead: str) -> Callable[[
     def look_up(name: str) -> Any:
         if name.startswith("__") and name != "__path__":
             raise AttributeError(f"module {module!r} of {here} has no attribute {name!r}")
-        raise MissingModule(f"{system}.{module} is not in {here}; {instead}")
+        kind = MissingModule if name == "__path__" else Missing
+        raise kind(f"{system}.{module} is not in {here}; {instead}")
 
     return look_up

@@ -83,6 +83,8 @@ class Arranged:
     compression: Compression | None = None
     average: Average | None = None
     """Of the weights, where one is kept; made once there is an optimizer."""
+    is_stale: bool = False
+    """Whether weights that others look after are still averages, since an evaluation was broken off."""
     num_steps: int = 0
     """Updates done so far."""
     num_samples_here: int = 1
@@ -314,11 +316,22 @@ class Arranged:
             yield
         except BaseException:
             # The others may never come here, so nothing is sent: weights that ranks of a shard group give
-            # each other (zero=1, zero=2) follow with the next update.
+            # each other (zero=1, zero=2) follow when all are at the next step.
             self._exchange(self.average)
+            if all(flat.num_shards == 1 for flat in self.flats):
+                self._spread()
+            else:
+                self.is_stale = True
             raise
         self._exchange(self.average)
         self._spread()
+
+    def freshen(self) -> None:
+        """Before a step: what ranks give each other, where an evaluation of the averages was broken off.
+        All ranks do."""
+        if self.is_stale:
+            self.is_stale = False
+            self._spread()
 
     def _exchange(self, average: Average) -> None:
         if self.is_fully_sharded:

@@ -209,6 +209,11 @@ class FlatZero:
         self._fresh = set(range(len(self._buckets)))
         self._rounds.begin()
 
+    def gradient_versions(self) -> list[int]:
+        """Of what microbatches have left, numbers that change with it."""
+        found = (store.gradients for store in self._stores.values())
+        return [gradients._version for gradients in found if gradients is not None]
+
     def clear_gradients(self) -> None:
         """Forget all gradients, also those of a step that was not finished."""
         self._rounds.reset()

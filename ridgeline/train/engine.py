@@ -115,12 +115,9 @@ class Engine:
         self.settle: Callable[[], None] = lambda: None
         """Called before weights change other than by the optimizer: what is being saved is copied first."""
         self._guard_gradients()
-        me = ref(self)
-        refuse_own_steps(
-            optimizer,
-            lambda: (engine := me()) is not None and engine._pending,
-            lambda: (engine := me()) is not None and engine._passes > 0,
-        )
+        self.is_updating = False
+        """Whether the optimizer's step is this engine's."""
+        refuse_own_steps(optimizer, ref(self))
         self._loads = Loads(self.arranged)
         self._passes = 0
         """Forward passes with gradients since the last backward."""
@@ -178,6 +175,9 @@ class Engine:
         self._require_no_pipeline("engine(...)")
         if torch.is_grad_enabled():
             self._compare((args, kwargs))
+            self.arranged.freshen()
+            if self._micro:
+                self._require_own_gradients("engine(...)")
             self._passes += 1
         self._begin((args, kwargs), self._micro)
         # Replicas meet in a forward pass of training alone: one rank may evaluate by itself.
@@ -256,6 +256,8 @@ class Engine:
         too."""
         loss = self._require_loss("eval_batch")
         was_training = self.module.training
+        self.settle()
+        self.arranged.freshen()
         self.train(False)
         self.arranged.prepare_evaluation()
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -356,7 +358,7 @@ class Engine:
         def zero_grad(set_to_none: bool = True) -> None:
             engine = me()
             if engine is not None and engine._micro:
-                engine._require_own_gradients()
+                engine._require_own_gradients("optimizer.zero_grad()")
                 return
             for flat in flats:
                 flat.clear_gradients()
@@ -364,20 +366,21 @@ class Engine:
 
         self._optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
-    def _require_own_gradients(self) -> None:
-        """In the middle of a step: nobody else's backward has added to them since."""
+    def _require_own_gradients(self, where: str) -> None:
+        """In the middle of a step: nobody has cleared them, clipped them or added to them since."""
         if self._gradients() != self._left:
             raise UsageError(
-                f"optimizer.zero_grad() after {self._micro} of {self.parts} microbatches would drop their "
-                "gradients with those that another backward has added; switch gradients of this model off "
-                "(requires_grad_(False)) in that one's forward pass"
+                f"{where} after {self._micro} of {self.parts} microbatches: the gradients that these have "
+                "left were changed since; let engine.step() clear them, clip by job.engine(clip=...), and "
+                "where another model's backward goes through this one switch its gradients off there "
+                "(requires_grad_(False))"
             )
 
     def _gradients(self) -> tuple[int, ...]:
-        """What changes with every addition to them."""
-        return tuple(
-            p.grad._version for p in self.arranged.model.parameters() if p.grad is not None
-        )
+        """What changes with whatever is done to them."""
+        found = [p.grad for p in self.arranged.model.parameters() if p.grad is not None]
+        seen = [getattr(gradient, "_local_tensor", gradient)._version for gradient in found]
+        return (*seen, *(v for flat in self.arranged.flats for v in flat.gradient_versions()))
 
     def take_loaded(self) -> None:
         """What was loaded into the model is what the optimizer has: before weights are read or updated."""
@@ -409,6 +412,16 @@ class Engine:
             self.arranged.finish_gradients()
 
     @property
+    def is_pending(self) -> bool:
+        """Whether backward has run and `step` was not called since."""
+        return self._pending
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether a forward pass has run whose loss was not given to `backward`."""
+        return self._passes > 0
+
+    @property
     def _is_averaged(self) -> bool:
         return self.arranged.average is not None and self.arranged.average.is_in_place
 
@@ -424,8 +437,12 @@ class Engine:
             )
         self.arranged.num_samples_here, self._samples = max(self._samples, 1), 0
         self.take_loaded()
-        with self._telling():
-            self.grad_norm = self._update()
+        self.is_updating = True
+        try:
+            with self._telling():
+                self.grad_norm = self._update()
+        finally:
+            self.is_updating = False
         if self._overflowed():
             self.num_skipped += 1
         else:
@@ -435,6 +452,7 @@ class Engine:
         staged = self.arranged.staged
         assert staged is not None
         self._compare(batch.inputs[0])
+        self.arranged.freshen()
         scale = self._precision.scale() * self._mesh.axis_size("cp")
         weights = [one / self.parts * scale for one in batch.scales]
 

@@ -164,8 +164,7 @@ class Job:
                 "job.engine(model, ...) was called on this model before; make one engine of it, with one "
                 "optimizer of several groups"
             )
-        self._engined.add(model)
-        self._has_engine = True
+        given, self._has_engine = model, True
         model, tune = self._prepare(model)
         engine = Engine(
             self._mesh,
@@ -184,6 +183,7 @@ class Job:
             ema=ema,
             ema_warmup=ema_warmup,
         )
+        self._engined.add(given)
         self._has_autocast = True
         self._arranged[id(engine)] = engine.arranged
         for note in engine.notes if self.is_main else ():

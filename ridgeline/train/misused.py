@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,47 +20,77 @@ from ridgeline.parallel.arranged import Arranged
 from ridgeline.parallel.mesh import Mesh
 
 
-def refuse_own_steps(
-    optimizer: Optimizer, is_pending: Callable[[], bool], has_passed: Callable[[], bool]
-) -> None:
-    """`is_pending`: whether backward has run and the engine's step has not; `has_passed`: whether a forward
-    pass has, whose loss was not given to backward."""
+class Stepped(Protocol):
+    """What an engine says of itself."""
+
+    @property
+    def is_updating(self) -> bool: ...
+    @property
+    def is_pending(self) -> bool: ...
+    @property
+    def has_passed(self) -> bool: ...
+
+
+def refuse_own_steps(optimizer: Optimizer, engine: Callable[[], Stepped | None]) -> None:
+    """Steps that the loop takes past its engine, while that is there: where gradients wait for the engine,
+    and where there are some that it has not exchanged."""
 
     def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if is_pending():
+        one = engine()
+        # Whoever restores a checkpoint has the optimizer make its state by a step that changes nothing.
+        if one is None or one.is_updating or not any(g["lr"] for g in optimizer.param_groups):
+            return
+        if one.is_pending:
             raise UsageError(
                 "optimizer.step() was called in place of engine.step(), which clips, updates and gives all "
                 "ranks the new weights; call engine.step()"
             )
-        # Whoever restores a checkpoint has the optimizer make its state by a step that changes nothing.
-        if has_passed() and any(group["lr"] for group in optimizer.param_groups):
+        if one.has_passed:
             raise UsageError(
                 "optimizer.step() was called after a forward pass through engine(...) whose loss did not "
                 "go through the engine; call engine.backward(loss), and engine.step()"
             )
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                "optimizer.step() was called with gradients that are of this rank alone, or of a part of a "
+                "step; call engine(...), engine.backward(loss) and engine.step(), which updates after the "
+                "last microbatch"
+            )
 
-    optimizer.register_step_pre_hook(before)
+    # An optimizer of the loop's own that calls itself one without being made as one has none of these.
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        optimizer.register_step_pre_hook(before)
+
+
+class _Mark:
+    """A model's hook, which goes with copies of it and so holds nothing."""
+
+    def __init__(self) -> None:
+        self.is_new = False
+
+    def __call__(self, _module: nn.Module, _keys: Any) -> None:
+        self.is_new = True
 
 
 class Loads:
-    """Notes that weights were loaded into a model after it was arranged, where the optimizer has copies."""
+    """Notes that weights were loaded into a model after it was arranged, where there are copies of them:
+    the optimizer's masters, or a moving average."""
 
     def __init__(self, arranged: Arranged) -> None:
-        self._flats, self._is_new = arranged.flats, False
-        if any(flat.has_masters for flat in arranged.flats):
+        self._arranged, self._mark = arranged, _Mark()
+        if arranged.average is not None or any(flat.has_masters for flat in arranged.flats):
             for module in arranged.model.modules():
-                module.register_load_state_dict_post_hook(self._note)
-
-    def _note(self, _module: nn.Module, _keys: Any) -> None:
-        self._is_new = True
+                module.register_load_state_dict_post_hook(self._mark)
 
     def take(self, settle: Callable[[], None]) -> None:
         """The copies follow, before weights are read or updated; `settle` is called before they change."""
-        if self._is_new:
-            self._is_new = False
+        if self._mark.is_new:
+            self._mark.is_new = False
             settle()
-            for flat in self._flats:
+            for flat in self._arranged.flats:
                 flat.after_load()
+            if self._arranged.average is not None:
+                self._arranged.average.restart()
 
 
 @contextmanager

@@ -51,7 +51,13 @@ class OwnCheckpoints:
         self._engine = engine
         if engine is not None:
             self._also["engine"] = engine
-            engine.settle = lambda: self._saver.release()
+            others = engine.settle
+
+            def settle() -> None:
+                others()
+                self._saver.release()
+
+            engine.settle = settle
         self._waits = False
         """Whether one fell due while the one before was still being written."""
         self.num_steps = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 import warnings
@@ -274,10 +275,139 @@ def test_gradients_of_others_in_a_step_cannot_be_cleared_by_themselves() -> None
     engine.step()
     of_judges.zero_grad()  # its own stay, and nothing else is there
     judges(makes(x)).mean().backward()
-    with pytest.raises(
-        UsageError, match="after 1 of 2 microbatches would drop their gradients with"
-    ):
+    with pytest.raises(UsageError, match=r"zero_grad\(\) after 1 of 2 microbatches: the gradients"):
         of_judges.zero_grad()
+
+
+def polluted(layout: str) -> str:
+    """A generator's backward through the discriminator in the middle of its step."""
+    job = ridgeline.start(layout)
+    judges, makes = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), nn.Linear(4, 4)
+    of_judges = torch.optim.SGD(judges.parameters(), lr=0.1)
+    engine = job.engine(judges, of_judges)
+    x = torch.ones(2, 4)
+    engine.backward(engine(x).mean())
+    engine.step()
+    of_judges.zero_grad()
+    engine(makes(x)).mean().backward()
+    try:
+        engine(x)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("zero", ["", ",zero=1", ",zero=2", ",zero=3"])
+def test_gradients_of_others_are_noticed_in_every_layout(ranks: Any, zero: str) -> None:
+    for told in ranks(2, polluted, f"dp=2,accumulate=2{zero}"):
+        assert "engine(...) after 1 of 2 microbatches: the gradients" in told
+
+
+@pytest.mark.parametrize("how", ["clears", "clips"])
+def test_what_loops_do_to_gradients_in_a_step_is_told(how: str) -> None:
+    job = ridgeline.start("accumulate=2")
+    net = nn.Linear(4, 4)
+    engine = job.engine(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    if how == "clears":
+        engine.module.zero_grad()
+    else:
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+    with pytest.raises(UsageError, match=r"let engine\.step\(\) clear them, clip by job\.engine"):
+        engine(torch.ones(2, 4))
+
+
+def test_a_forward_pass_between_backward_and_step_hinders_nothing() -> None:
+    """A metric, or a generator's loss."""
+    job = ridgeline.start()
+    judges, makes = nn.Linear(4, 1), nn.Linear(4, 4)
+    nets = (judges, makes)
+    first, second = (job.engine(n, torch.optim.SGD(n.parameters(), lr=0.1)) for n in nets)
+    before = [net.weight.detach().clone() for net in nets]
+    x = torch.ones(2, 4)
+    made = second(x)
+    first.backward((first(x) - first(made.detach())).mean())
+    first.module.requires_grad_(False)
+    second.backward(first(made).mean())
+    first.module.requires_grad_(True)
+    first.step()
+    second.step()
+    assert not any(torch.equal(net.weight, old) for net, old in zip(nets, before, strict=True))
+
+
+def test_steps_past_the_engine_are_refused_whatever_they_have() -> None:
+    job = ridgeline.start("accumulate=2")
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = job.engine(net, optimizer)
+    optimizer.step()  # with nothing, as those do that restore a checkpoint
+    engine.backward(engine(torch.ones(2, 4)).mean())
+    engine.step()  # half of a step
+    with pytest.raises(UsageError, match="of this rank alone, or of a part of a step"):
+        optimizer.step()
+    engine.forget()
+    net(torch.ones(2, 4)).mean().backward()
+    with pytest.raises(UsageError, match="of this rank alone, or of a part of a step"):
+        optimizer.step()
+
+
+class Duck:
+    """An optimizer of somebody's own, with what a loop needs."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(parameters), "lr": 0.1}]
+        self.state: dict[Any, Any] = {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= self.param_groups[0]["lr"] * parameter.grad
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_taken() -> None:
+    net = nn.Linear(4, 4)
+    engine = ridgeline.start().engine(net, Duck(net.parameters()))  # type: ignore[arg-type]
+    before = net.weight.detach().clone()
+    engine.backward(engine(torch.ones(2, 4)).mean())
+    engine.step()
+    assert not torch.equal(net.weight, before)
+
+
+def copied_and_averaged(layout: str) -> list[float]:
+    """A copy of the model, what a load does to the average, and an evaluation that is broken off."""
+    job = ridgeline.start(layout)
+    torch.manual_seed(2)
+    net = nn.Linear(4, 4)
+    engine = job.engine(net, torch.optim.SGD(net.parameters(), lr=0.1), ema=0.9, ema_warmup=False)
+    copy.deepcopy(engine.module)
+    with torch.no_grad():
+        there = {n: torch.full_like(p, 5.0) for n, p in engine.module.named_parameters()}
+    engine.module.load_state_dict(there)
+    found, x = [], torch.ones(1, 4)
+    with engine.averaged(), torch.no_grad():
+        found.append(float(engine(x).sum()))
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        engine.step()
+    with torch.no_grad():
+        found.append(float(engine(x).sum()))
+    with contextlib.suppress(RuntimeError), engine.averaged():
+        raise RuntimeError("no room for it")
+    found.append(float(engine(x).detach().sum()))
+    return found
+
+
+@pytest.mark.parametrize("more", ["", ",precision=bf16", ",offload=optimizer"])
+def test_averages_follow_loads_and_leave_when_an_evaluation_fails(ranks: Any, more: str) -> None:
+    for found in ranks(2, copied_and_averaged, f"dp=2,zero=1{more}"):
+        assert found[0] == pytest.approx(100.0)  # 4 times 5 four times, and a bias of 5 each
+        assert found[1] == pytest.approx(found[2], rel=1e-2 if "bf16" in more else 1e-6)
+        assert found[1] < 99.9
 
 
 def test_engines_of_one_after_another_do_not_hinder_each_other() -> None:

@@ -23,7 +23,6 @@ from ridgeline.compat.deepspeed.config import Asked
 from ridgeline.compat.deepspeed.utils import RepeatingLoader
 from ridgeline.errors import OURS, RunError, UsageError
 from ridgeline.launch.env import recorded_environment
-from ridgeline.parallel.gather import full_state
 from ridgeline.train.engine import Engine
 from ridgeline.train.job import Job, JobLoader
 
@@ -256,6 +255,7 @@ class DeepSpeedEngine:
         """A checkpoint of ours in `save_dir/tag`, which every layout reads; all ranks call it."""
         frozen = {"exclude_frozen_parameters": exclude_frozen_parameters}
         _refuse("save_checkpoint", frozen, "a checkpoint has all weights; leave it out")
+        self._engine.take_loaded()
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         folder = Path(save_dir) / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -350,7 +350,7 @@ class DeepSpeedEngine:
         """The whole model's weights in one file, in 16 bits where the training is; all ranks call it."""
         frozen = {"exclude_frozen_parameters": exclude_frozen_parameters}
         _refuse("save_16bit_model", frozen, "the file has all weights; leave it out")
-        weights = full_state(self._engine.arranged)
+        weights = self._engine.weights()
         if self._job.is_main:
             narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._job.layout.precision)
             found = {
