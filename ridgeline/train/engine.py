@@ -14,8 +14,6 @@ Made by `Job.engine`; `compat/deepspeed` says the same in other words.
 
 from __future__ import annotations
 
-import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -45,6 +43,7 @@ from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
 from ridgeline.train.checks import count_parts
 from ridgeline.train.dealt import Dealt
+from ridgeline.train.dealt_alike import compare_samples
 from ridgeline.train.misused import Loads, refuse_own_steps, telling_who_waits
 from ridgeline.train.objective import Objective
 from ridgeline.tuning import TuneConfig
@@ -508,31 +507,10 @@ class Engine:
         return taken
 
     def _compare(self, inputs: Any) -> None:
-        """Ranks that hold parts of one model have to be given the same samples, replicas others. Looked at
-        once."""
-        mesh = self._mesh
-        if self._compared or self._dealt.is_ours or mesh.world_group is None:
-            return
-        self._compared = True
-        mine = (mesh.data_rank, _digest(inputs))
-        everyone: list[Any] = [None] * mesh.env.world_size
-        dist.all_gather_object(everyone, mine, group=mesh.world_group)
-        for rank, (place, digest) in enumerate(everyone):
-            first = next(r for r, (other, _) in enumerate(everyone) if other == place)
-            if digest != everyone[first][1]:
-                raise UsageError(
-                    f"ranks {first} and {rank} hold parts of one model in {mesh.layout}, and were given "
-                    f"different samples; deal them with job.loader, or by job.data_rank ({place} for both) "
-                    "of "
-                    f"job.data_size ({mesh.data_size})"
-                )
-        if mesh.is_main and mesh.data_size > 1 and len({digest for _, digest in everyone}) == 1:
-            warnings.warn(
-                f"all {mesh.data_size} replicas were given the same first batch, so that they are worth "
-                "one; deal "
-                "samples with job.loader, or by job.data_rank of job.data_size",
-                stacklevel=4,
-            )
+        """Looked at once."""
+        if not self._compared and not self._dealt.is_ours:
+            self._compared = True
+            compare_samples(self._mesh, inputs)
 
     def _wide(self, outputs: Any) -> Any:
         narrow = AUTOCAST.get(self._precision.name)
@@ -602,13 +580,3 @@ def _cuts(arranged: Arranged) -> bool:
 def _num_samples(inputs: Any) -> int:
     sizes = [x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
     return sizes[0] if sizes else 1
-
-
-def _digest(inputs: Any) -> str:
-    found = hashlib.sha256()
-    for value in tree_leaves(inputs):
-        if isinstance(value, Tensor):
-            whole = value.detach().cpu().contiguous()
-            found.update(f"{tuple(whole.shape)}{whole.dtype}".encode())
-            found.update(whole.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
