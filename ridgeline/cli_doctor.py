@@ -249,8 +249,9 @@ def _judge_training(asked: Asked) -> dict[str, Any]:
             if asked.effort is None:
                 more = how_to_try(asked.what, asked.rest, asked.num_processes, script.has_job)
         value = _conclude(
-            ranks, timeline, out, asked.as_json, folder / TRACE, ran, without=without, more=more
-        )
+            ranks, timeline, out, asked.as_json, folder / TRACE, ran, without=without, more=more,
+            has_job=script is not None and script.has_job,
+        )  # fmt: skip
     if asked.effort is not None:
         trained = ran if config is not None else None
         value["ladder"] = _climb(asked, trained, out, ranks[0], asked.effort)
@@ -381,10 +382,11 @@ def _conclude(
     compared: Sequence[Compared] = (),
     without: Sequence[str] = (),
     more: str = "",
+    has_job: bool = False,
 ) -> dict[str, Any]:
     """Judge, draw, write, and tell; for programs the caller prints what this returns. `compared`: what
     was predicted of a finished run. `without`: remedies that nobody wants to hear of; `more` is said
-    beneath those that there are."""
+    beneath those that there are; `has_job`: of a script, whether it uses the interface."""
     from ridgeline.doctor.pictures import write_pictures
     from ridgeline.doctor.recommend import list_remedies
     from ridgeline.doctor.show import show_verdict
@@ -392,7 +394,7 @@ def _conclude(
 
     measured = ranks[0]
     verdict = judge(measured, ranks[1:])
-    remedies = list_remedies(measured, config, without)
+    remedies = list_remedies(measured, config, without, has_job)
     value: dict[str, Any] = {
         "verdict": verdict.to_dict(),
         "remedies": remedies,

@@ -249,7 +249,7 @@ def climb_script(
         comment = (
             f"ridgeline doctor {script.name} --climb: {ladder.times:.2f} times the script as it is"
         )
-        write_settings(script_settings(config), out / CLIMBED, comment)
+        write_settings(script_settings(config, ladder.overrides), out / CLIMBED, comment)
 
     # Two of the same script at once would write the same files.
     alone = dataclasses.replace(effort, ahead=0, num_ranks=num_ranks)

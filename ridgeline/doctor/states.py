@@ -274,13 +274,19 @@ class ScriptCandidate(Candidate):
         return self._take(answer, timed)
 
 
-def script_settings(config: RunConfig) -> Settings:
-    """The part of a configuration that a script can be given from outside."""
+def script_settings(config: RunConfig, changed: Sequence[str] | None = None) -> Settings:
+    """The part of a configuration that a script can be given from outside: all of it, or of what the script
+    says itself only that which these overrides have changed."""
     layout = Layout.parse(config.layout)
-    fields = ",".join(f"{name}={_text(getattr(layout, name))}" for name in FIELDS)
+    keys = None if changed is None else {item.partition("=")[0] for item in changed}
+    names = [name for name in FIELDS if keys is None or f"layout.{name}" in keys]
+    fields = ",".join(f"{name}={_text(getattr(layout, name))}" for name in names)
     loader = LoaderSettings(config.data.workers, config.data.prefetch if config.data.workers else 0)
     # Replicas alone have buckets.
     bucket_mb = config.ddp.bucket_mb if layout.dp > 1 else 0.0
+    if keys is not None:
+        bucket_mb = bucket_mb if "ddp.bucket_mb" in keys else 0.0
+        loader = loader if "data.workers" in keys else LoaderSettings()
     return Settings(fields, config.tune, loader, config.model.channels_last, bucket_mb)
 
 

@@ -44,7 +44,7 @@ from ridgeline.parallel.share import Share
 from ridgeline.train.checks import count_parts
 from ridgeline.train.dealt import Dealt
 from ridgeline.train.dealt_alike import compare_samples
-from ridgeline.train.misused import Loads, refuse_own_steps, telling_who_waits
+from ridgeline.train.misused import ALONE, FEWER, Loads, refuse_own_steps, telling_who_waits
 from ridgeline.train.objective import Objective
 from ridgeline.tuning import TuneConfig
 
@@ -99,6 +99,11 @@ class Engine:
                 f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
             )
             self.arranged.notes.insert(0, f"not trained, since the optimizer has them not: {some}")
+        if clip is None and self.arranged.flats:
+            self.arranged.notes.append(
+                f"{mesh.layout} keeps gradients where torch.nn.utils.clip_grad_norm_ does not find them: "
+                "clip by job.engine(clip=...), if you do"
+            )
         trainables = self.arranged.trainables()
         adopt(optimizer, groups, trainables, cut=_cuts(self.arranged), elementwise=elementwise)
         self._update = build_update(
@@ -158,6 +163,10 @@ class Engine:
     def ends_step(self) -> bool:
         """Whether the microbatch at hand is the last of its step."""
         return self._micro + 1 == self.parts
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's; `step` has cleared them already."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> Engine:
         """Training mode, or evaluation's."""
@@ -283,7 +292,8 @@ class Engine:
         it. With `averaged` their moving averages, where the engine keeps them."""
         self.take_loaded()
         if not averaged or self._is_averaged:
-            return full_state(self.arranged)
+            with telling_who_waits(self._mesh, "in engine.weights()", ALONE):
+                return full_state(self.arranged)
         with self.averaged():
             # The model's own memory is about to be that of the live weights again.
             copies: dict[int, Tensor] = {}
@@ -356,6 +366,11 @@ class Engine:
 
         def zero_grad(set_to_none: bool = True) -> None:
             engine = me()
+            if engine is not None and engine._pending:
+                raise UsageError(
+                    "optimizer.zero_grad() between engine.backward and engine.step() leaves that nothing; "
+                    "call it after engine.step(), or engine.forget() to leave the step out"
+                )
             if engine is not None and engine._micro:
                 engine._require_own_gradients("optimizer.zero_grad()")
                 return
@@ -386,7 +401,9 @@ class Engine:
         self._loads.take(self.settle)
 
     def _telling(self) -> AbstractContextManager[None]:
-        return telling_who_waits(self._mesh, self._all_steps + 1)
+        if torch.is_grad_enabled():
+            return telling_who_waits(self._mesh, f"in step {self._all_steps + 1}", FEWER)
+        return telling_who_waits(self._mesh, "in a forward pass without gradients", ALONE)
 
     @property
     def _all_steps(self) -> int:

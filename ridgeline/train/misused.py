@@ -93,16 +93,20 @@ class Loads:
                 self._arranged.average.restart()
 
 
+FEWER = "it was given fewer batches: deal them with job.loader, or as many to every rank"
+ALONE = "it did not do the same: in this layout all ranks do"
+"""What is likely where a rank that others wait for has not failed."""
+
+
 @contextmanager
-def telling_who_waits(mesh: Mesh, step: int) -> Iterator[None]:
+def telling_who_waits(mesh: Mesh, where: str, likely: str) -> Iterator[None]:
     """What torch says of a rank that has come to its end sounds like a network's failure."""
     try:
         yield
     except RuntimeError as error:
         if mesh.world_group is not None and is_echo(str(error)):
             error.add_note(
-                f"{OURS}rank {mesh.env.rank} was in step {step} of its engine and another rank was gone or "
-                "silent; where that one has not failed, it was given fewer batches: deal them with "
-                "job.loader, or as many to every rank"
+                f"{OURS}rank {mesh.env.rank} was {where}, and another rank was gone or silent; where that "
+                f"one has not failed, {likely}"
             )
         raise

@@ -303,6 +303,23 @@ def test_gradients_of_others_are_noticed_in_every_layout(ranks: Any, zero: str) 
         assert "engine(...) after 1 of 2 microbatches: the gradients" in told
 
 
+def test_gradients_that_wait_for_their_step_are_not_cleared() -> None:
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = ridgeline.start().engine(net, optimizer)
+    before = net.weight.detach().clone()
+    engine.backward(engine(torch.ones(2, 4)).mean())
+    for clear in (optimizer.zero_grad, engine.zero_grad):
+        with pytest.raises(UsageError, match=r"between engine\.backward and engine\.step"):
+            clear()
+    engine.step()
+    engine.zero_grad()
+    assert not torch.equal(net.weight, before)
+    engine.backward(engine(torch.ones(2, 4)).mean())
+    engine.forget()  # leaves the step out
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("how", ["clears", "clips"])
 def test_what_loops_do_to_gradients_in_a_step_is_told(how: str) -> None:
     job = ridgeline.start("accumulate=2")

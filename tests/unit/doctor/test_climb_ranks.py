@@ -312,4 +312,6 @@ def test_a_script_is_climbed_on_ranks_as_it_is_called(tmp_path: Path, monkeypatc
     ladder = json.loads((tmp_path / "out" / "ladder.json").read_text())
     assert (ladder["num_ranks"], len(ladder["rungs"])) == (2, 1)
     settings = yaml.safe_load((tmp_path / "out" / "climbed.yaml").read_text())
-    assert settings["bucket_mb"] == 0.5
+    # Of what the script says itself, what was kept: nothing.
+    assert settings["layout"] == ""
+    assert not {"bucket_mb", "loader", "channels_last"} & set(settings)

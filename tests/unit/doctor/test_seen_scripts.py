@@ -116,6 +116,16 @@ def test_a_script_with_a_job_is_seen(script: Path) -> None:
     ]
     assert "no recompute" in names
     assert "fused optimizer" not in names  # which the script has chosen itself
+    waits = replace(seen.measured, data_s=0.5 * seen.measured.step_s)
+    config = replace(
+        as_seen(of_script(script), found), data=replace(of_script(script).data, workers=0)
+    )
+    for has_job, told in (
+        (True, "job.loader(..., workers="),
+        (False, "DataLoader(..., num_workers=N"),
+    ):
+        lines = list_remedies(waits, config, has_job=has_job)
+        assert told in next(line for line in lines if line.startswith("loader processes"))
 
 
 @pytest.mark.parametrize(
