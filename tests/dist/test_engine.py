@@ -837,7 +837,7 @@ def uneven() -> list[str]:
 def test_a_rank_that_the_others_have_left_says_why_that_may_be(ranks: Any) -> None:
     for rank, notes in enumerate(ranks(2, uneven)):
         assert len(notes) == 1
-        assert notes[0].startswith(f"ridgeline: rank {rank} was in step 1 of its engine")
+        assert notes[0].startswith(f"ridgeline: rank {rank} was in step 1,")
         assert "fewer batches" in notes[0]
 
 
