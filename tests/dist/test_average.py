@@ -183,12 +183,18 @@ def test_every_layout_has_the_same(ranks: Any, alone: Any, ranks_: int, layout: 
 
 
 @pytest.mark.parametrize(
-    ("subject", "layout"), [(images, "spatial=2"), (mixture, "dp=2,zero=1,ep=2")]
+    ("ranks_", "subject", "layout"),
+    [
+        (2, images, "spatial=2"),
+        (2, mixture, "dp=2,zero=1,ep=2"),
+        (2, mixture, "pp=2,microbatches=2"),
+        (4, mixture, "pp=2,dp=2,ep=2,microbatches=2"),
+    ],
 )
 def test_models_of_other_kinds_have_the_same(
-    ranks: Any, alone: Any, subject: Any, layout: str
+    ranks: Any, alone: Any, ranks_: int, subject: Any, layout: str
 ) -> None:
-    require_close(ranks(2, train, subject, layout)[0][1], alone(subject)[1])
+    require_close(ranks(ranks_, train, subject, layout)[0][1], alone(subject)[1])
 
 
 def test_replicas_on_their_own_have_that_of_the_averaged_model(ranks: Any) -> None:

@@ -754,6 +754,46 @@ def test_unusual_modules(model: nn.Module) -> None:
     assert torch.equal(found, model(x))
 
 
+class Routed(nn.Module):
+    """Each sample goes to the expert that its gate likes best, found as people find it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.classes = nn.Linear(4, 5)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            if self.how == "where":
+                out = out.index_add(0, torch.where(mine)[0], expert(x[torch.where(mine)]))
+            elif self.how == "mask":
+                out[mine] = expert(x[mine])
+            else:
+                given = x.masked_select(mine[:, None]).view(-1, 4)
+                out = out.masked_scatter(mine[:, None], expert(given))
+        return self.classes(x + out)
+
+
+@pytest.mark.parametrize("how", ["where", "mask", "masked_select"])
+def test_no_cut_behind_what_decides_how_many_rows_there_are(how: str) -> None:
+    """A stage that stood in for the gate with zeros would take other rows."""
+    torch.manual_seed(0)
+    model, x = Routed(how), torch.randn(6, 4)
+    assert [stage.first for stage in plan_stages(model, 2, x).stages] == ["", "gate"]
+    found, _ = run_in_sequence(model, 2, x)
+    assert torch.equal(found, model(x))
+    own = r"no cut at experts.0: the model's own forward looks at values .* works is 2"
+    with pytest.raises(UsageError, match=own):
+        plan_stages(model, 3, x)
+
+
 def test_what_every_block_is_given_does_not_forbid_cuts() -> None:
     """Equal blocks are shared out evenly, and the same two tensors cross every cut but the last."""
     model = Conditioned(depth=9)

@@ -322,7 +322,7 @@ def _what_crosses(
     for clock, where in seen.reads:
         if clock <= call.start and not _inside_stand_in(seen, where, call.start):
             reader = seen.path_of(where) or "the model's own forward"
-            return f"{reader} reads a number from what was computed before it"
+            return f"{reader} looks at values computed before it (a number, or which rows to take)"
     for last_use, defined, key in last_uses[bisect_left(last_uses, (call.start + 1, -1, -1)) :]:
         value = seen.values[key]
         if defined > call.start or (key in sent and last_use <= call.end):

@@ -52,7 +52,10 @@ _LOOKS = frozenset(
 
 _HOOKS = frozenset({"register_hook", "retain_grad"})
 _READS = frozenset({"item", "tolist", "__float__", "__int__", "__index__", "numpy"})
-"""What gives a number, which a stage that stands in with zeros would have otherwise."""
+"""What gives a number, which a stage that stands in with zeros would have otherwise; so is a size that
+follows from values, as of the rows that `torch.where` finds."""
+_LOOKS_AT_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_MASKS = (torch.bool, torch.uint8)
 
 
 @dataclass
@@ -118,15 +121,17 @@ class Recording:
 
 
 class _CountFlops(TorchDispatchMode):
-    """FLOPs of everything that runs below it, by torch's own table."""
+    """FLOPs of everything that runs below it, by torch's own table, and what of it looks at values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.num_looks = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.num_looks += _looks_at_values(func, args)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             try:
@@ -161,6 +166,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         taken = [tensor for _, tensor in tensors_in((args, kwargs))]
         versions = [_version(tensor) for tensor in taken]
+        looks = self.flops.num_looks
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         made = [tensor for _, tensor in tensors_in(out)]
@@ -175,7 +181,7 @@ class _Watch(TorchFunctionMode):
         self.clock += 1
         tainted = [self.use(tensor) for tensor in taken]
         changed = [t for t, before in zip(taken, versions, strict=True) if _version(t) != before]
-        if name in _READS and any(tainted):
+        if (name in _READS or self.flops.num_looks > looks) and any(tainted):
             self.recording.reads.append((self.clock, self.call))
         for tensor in changed:
             # Whoever has a view of it, before this or after, has what is written.
@@ -369,6 +375,13 @@ def _hooks(watch: _Watch, path: str, module: nn.Module) -> list[Any]:
 
     first: Callable[..., Any] = module.register_forward_pre_hook
     return [first(before, with_kwargs=True, prepend=True), module.register_forward_hook(after)]
+
+
+def _looks_at_values(func: Any, args: Any) -> bool:
+    """Whether what it gives has a size, or is a number, that follows from values."""
+    if func is torch.ops.aten.index.Tensor:  # tagged for its masks, and rarely given one
+        return any(one is not None and one.dtype in _MASKS for one in args[1])
+    return any(tag in func.tags for tag in _LOOKS_AT_VALUES)
 
 
 def _root(tensor: Tensor) -> int:
