@@ -200,19 +200,22 @@ def export(
     ] = False,
 ) -> None:
     """Write the weights as one safetensors file; model.weights=FILE starts a run from one."""
+    from ridgeline.checkpoint.describe import tell_weights
     from ridgeline.checkpoint.find import find_one
     from ridgeline.checkpoint.manifest import read_manifest
     from ridgeline.checkpoint.text import byte_bar, human_bytes
 
     path = find_one(checkpoint)
+    manifest = read_manifest(path)
+    told = tell_weights(path, manifest, live)
     require_torch("`ridgeline checkpoint export`")
     from ridgeline.checkpoint.export import export_weights
 
-    with byte_bar(str(out), read_manifest(path).num_bytes) as advance:
+    with byte_bar(str(out), manifest.num_bytes) as advance:
         done = export_weights(path, out, names, dtype, optimizer, advance, live)
     for note in done.notes:
         typer.echo(note)
-    typer.echo(f"{out}: {done.num_tensors} tensors, {human_bytes(done.num_bytes)}, of {path}")
+    typer.echo(f"{out}: {done.num_tensors} tensors, {human_bytes(done.num_bytes)}, {told}")
 
 
 @checkpoint_app.command()

@@ -49,13 +49,16 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's model as a package for C++ programs, and prove that it gives what the model gives."""
+    from ridgeline.checkpoint.describe import tell_weights
     from ridgeline.checkpoint.find import find_one
+    from ridgeline.checkpoint.manifest import read_manifest
     from ridgeline.checkpoint.text import byte_bar, human_bytes
     from ridgeline.export.request import default_out, read_wanted, split_words
 
     named, overrides = split_words(words or [])
     wanted = read_wanted(device, dtype, batch, bare, not no_check, overrides, live)
     path = find_one(checkpoint)
+    told = tell_weights(path, read_manifest(path), live)
     out = Path(named) if named is not None else default_out(path)
     require_torch("`ridgeline export`")
     from ridgeline.export.run import export_run
@@ -69,4 +72,4 @@ def export(
     if not wanted.check:
         say("nothing was compared with the model (--no-check)")
     took = time.perf_counter() - began
-    say(f"{out}: model.pt2 of {human_bytes(done.num_bytes)}, of {path} ({took:.0f} s)")
+    say(f"{out}: model.pt2 of {human_bytes(done.num_bytes)}, {told} ({took:.0f} s)")

@@ -19,6 +19,7 @@ from ridgeline.checkpoint.manifest import (
     read_manifest,
 )
 from ridgeline.checkpoint.retain import Keep, find_best
+from ridgeline.errors import UsageError
 
 KINDS = {
     MODEL: "weights",
@@ -27,6 +28,20 @@ KINDS = {
     REPLICA: "other replicas",
     RANK: "per rank",
 }
+
+
+def tell_weights(path: Path, manifest: Manifest, live: bool) -> str:
+    """Which weights an export of the checkpoint at `path` is of, in the words of its last line: where there
+    are two kinds of them it says which; `live` asks for those beside an average."""
+    if manifest.has_average:
+        which = "the weights themselves, not their" if live else "the"
+        return f"{which} moving average (optim.ema), of {path}"
+    if live:
+        raise UsageError(
+            f"--live is for checkpoints with a moving average of the weights (optim.ema), and {path} has "
+            "none; leave it out, and it is the weights themselves"
+        )
+    return f"of {path}"
 
 
 def list_rows(paths: list[Path]) -> list[dict[str, Any]]:

@@ -188,7 +188,7 @@ def _match(
             ]  # of replicas that are not there, the first stands for all
         if source not in manifest.tensors and source.startswith(OPTIMIZER):
             continue  # of a parameter that had no gradient yet: forgotten below
-        if source.startswith(AVERAGE) and not _has_average(manifest):
+        if source.startswith(AVERAGE) and not manifest.has_average:
             continue  # it begins with the weights
         _require(source, held, manifest, path)
         wanted[source] = held
@@ -202,13 +202,9 @@ def _match(
     return wanted, notes
 
 
-def _has_average(manifest: Manifest) -> bool:
-    return any(name.startswith(AVERAGE) for name in manifest.tensors)
-
-
 def _begin_average(arranged: Arranged, manifest: Manifest) -> list[str]:
     """Where a run keeps an average and its checkpoint has none, or the other way round."""
-    has = _has_average(manifest)
+    has = manifest.has_average
     if arranged.average is None:
         return ["the checkpoint's moving average is left behind"] if has else []
     if has:

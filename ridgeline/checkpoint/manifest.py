@@ -97,6 +97,11 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files.values())
 
+    @property
+    def has_average(self) -> bool:
+        """Whether a moving average of the weights is kept (`optim.ema`)."""
+        return any(name.startswith(AVERAGE) for name in self.tensors)
+
 
 def chunk_key(name: str, chunk: Chunk, shape: tuple[int, ...]) -> str:
     """What a box is called in its safetensors file: the tensor's name, with the box where it is a part."""

@@ -218,6 +218,7 @@ def _about(path: Path, manifest: Manifest, subject: Subject, wanted: Wanted) -> 
         "step": manifest.step,
         "layout": manifest.layout,
         "metrics": manifest.metrics,
+        "averaged": manifest.has_average and not wanted.live,
         "model": {"name": subject.config.model.name, "args": subject.config.model.args},
         "prepares": None
         if wanted.bare

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,7 +190,9 @@ def test_what_a_run_leaves_is_the_average(tmp_path: Path) -> None:
     assert run.evals()[-1].averaged
     for words, expected in (((), average), (("--live",), live)):
         out = tmp_path / "out.safetensors"
-        CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path), str(out), *words])
+        done = CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path), str(out), *words])
+        assert ("weights themselves, not their moving average" in done.output) == bool(words)
+        assert "moving average (optim.ema), of" in done.output
         found = load_file(out)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
@@ -200,6 +203,39 @@ def test_what_a_run_leaves_is_the_average(tmp_path: Path) -> None:
         assert torch.equal(model.state_dict()[name], expected[name])
     shown = CliRunner().invoke(app, ["checkpoint", "show", str(tmp_path), "--json"])
     assert json.loads(shown.output)["totals"]["averaged weights"]["tensors"] == len(average)
+
+
+def test_a_package_says_which_weights_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / rundir.LOGS).mkdir()
+    config = config_of("train.steps=1")
+    run_training(config, read_rank_env({}), RunDir(tmp_path))
+    about: list[dict[str, Any]] = []
+
+    def export_model(*_: Any, **given: Any) -> Any:
+        about.append(given["about"])
+        return SimpleNamespace(num_bytes=1)
+
+    monkeypatch.setattr("ridgeline.export.run.export_model", export_model)
+    for words in ((), ("--live",)):
+        done = CliRunner().invoke(app, ["export", str(tmp_path), *words])
+        assert ("weights themselves, not their moving average" in done.output) == bool(words)
+        assert "moving average (optim.ema), of" in done.output
+        assert about[-1]["averaged"] is not bool(words)
+
+
+def test_live_weights_are_asked_for_beside_an_average_alone(tmp_path: Path) -> None:
+    (tmp_path / rundir.LOGS).mkdir()
+    run_training(config_of("optim.ema=null", "train.steps=1"), read_rank_env({}), RunDir(tmp_path))
+    out = tmp_path / "out.safetensors"
+    for command in (("checkpoint", "export", tmp_path, out), ("export", tmp_path)):
+        done = CliRunner().invoke(app, [*map(str, command), "--live"])
+        assert isinstance(done.exception, UsageError)
+        assert "--live is for checkpoints with a moving average" in str(done.exception)
+    done = CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path), str(out)])
+    assert out.exists()
+    assert "average" not in done.output
 
 
 def test_the_planner_counts_four_bytes_a_parameter() -> None:

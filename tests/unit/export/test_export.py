@@ -213,6 +213,7 @@ def test_about_says_what_it_is_and_how_it_was_checked(images: Path, made: Any) -
     assert about["check"]["python"]["output"] <= bound["bound"] < 1e-4 * bound["largest_value"]
     assert bool(about["check"]["cpp"]) == HAS_CPP
     assert about["prepares"]["mean"] == [0.4]
+    assert about["averaged"] is False
     names = {path.name for path in made[0].iterdir()}
     assert names >= {
         "model.pt2",
