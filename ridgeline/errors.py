@@ -90,11 +90,15 @@ def nearest_word(word: str, known: Iterable[str]) -> str | None:
 
     >>> nearest_word("H100-PCIE", ["a100-40g", "h100", "h200"]), nearest_word("zzz", ["h100"])
     ('h100', None)
+    >>> nearest_word("ema_warmp", ["ema", "ema_warmup"]), nearest_word("h100-80gb", ["h100", "a100-80gb"])
+    ('ema_warmup', 'h100')
     """
     known = list(known)
     begun = [k for k in known if len(k) > 2 and word.lower().startswith(k.lower())]
     if begun:
-        return max(begun, key=len)
+        start = max(begun, key=len)
+        longer = [k for k in known if k.lower().startswith(start.lower())]
+        return next(iter(difflib.get_close_matches(word, longer, n=1, cutoff=0.8)), start)
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     return matches[0] if matches else None
 

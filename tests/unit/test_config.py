@@ -169,6 +169,7 @@ def test_a_value_of_the_wrong_type_is_named(override: str, said: list[str]) -> N
     ("override", "said"),
     [
         ("train.bach=3", ["train.bach", "did you mean train.batch?"]),
+        ("optim.ema_warmp=no", ["optim.ema_warmp", "did you mean optim.ema_warmup?"]),
         ("optim.wieght_decay=3", ["optim.wieght_decay", "did you mean optim.weight_decay?"]),
         ("optim.lr=3", ["optim.lr", "did you mean train.lr?"]),
         ("train.momentum=3", ["train.momentum", "did you mean optim.momentum?"]),
