@@ -131,12 +131,13 @@ def reference_local_sync(
     replicas: Sequence[nn.Module],
     weights: Sequence[float],
     optimizers: Sequence[Optimizer] | None = None,
+    beside: Sequence[Sequence[Tensor]] = (),
 ) -> None:
     """What `LocalSync` does when it averages, with all replicas in one process, in place.
 
     A run of n ranks is n deep copies of the model that each step an optimizer of their own on that
     rank's samples; after the steps that are multiples of k, and at the end, this is called with the
-    number of samples each has seen since the last time.
+    number of samples each has seen since the last time. `beside` is what else each averages.
     """
     with torch.no_grad():
         states = [_state_of(replica) for replica in replicas]
@@ -144,6 +145,8 @@ def reference_local_sync(
         if optimizers is not None:
             for tensors, replica, optimizer in zip(averaged, replicas, optimizers, strict=True):
                 tensors += _optimizer_state(replica, optimizer)
+        for tensors, more in zip(averaged, beside, strict=bool(beside)):
+            tensors += more
         total = sum(weights)
         for same in zip(*averaged, strict=True):
             if total > 0:

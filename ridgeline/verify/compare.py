@@ -118,7 +118,8 @@ def measure_noise(exact: Recording, others: list[Recording]) -> Noise:
 def compare(
     one: Recording, other: Recording, noise: Noise | None = None, is_divided: bool = False
 ) -> Comparison:
-    """`one` is the reference. In the order of computation: loss, gradients, weights, evaluation.
+    """`one` is the reference. In the order of computation: loss, gradients, weights, at the end their
+    moving averages, which count as weights, and evaluation.
     `is_divided`: `other` takes in several microbatches what `one` takes whole."""
     noise = noise or Noise()
     worst = dict.fromkeys(KINDS, 0.0)
@@ -143,6 +144,7 @@ def _differences(one: Recording, other: Recording) -> Iterator[Difference]:
         yield Difference("loss", "", step + 1, relative(one.losses[step], other.losses[step]))
         yield from _tensors("gradient", step + 1, one.gradients[step], other.gradients[step])
         yield from _tensors("weight", step + 1, one.weights[step], other.weights[step])
+    yield from _tensors("weight", len(one.losses), one.averages, other.averages)
     yield from _metrics(len(one.losses), one.metrics, other.metrics)
 
 

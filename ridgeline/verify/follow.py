@@ -13,7 +13,7 @@ from __future__ import annotations
 from ridgeline.config import RunConfig
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
-from ridgeline.verify.record import Recording
+from ridgeline.verify.record import Recording, averages_of
 from ridgeline.verify.reference import build_reference, deals
 
 
@@ -39,6 +39,7 @@ def follow(
             if track is not None:
                 reference.load(track.weights[step], track.gradients[step])
         found.metrics = reference.evaluate()
+        found.averages = averages_of(reference.trainings[0], found.gradients)
     finally:
         for training in reference.trainings:
             training.close_loaders()

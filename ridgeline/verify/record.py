@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ridgeline.checkpoint.manifest import AVERAGE
 from ridgeline.config import RunConfig
 from ridgeline.data.batch import Batch
 from ridgeline.data.subset import FirstSamples
@@ -48,6 +49,9 @@ class Recording:
     """After the update; with the buffers of the state dict."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of an evaluation after the last step."""
+    averages: Tensors = field(default_factory=dict)
+    """The moving averages of the weights after the last step, where `optim.ema` keeps them; named as in
+    checkpoints."""
     notes: list[str] = field(default_factory=list)
     num_parameters: int = 0
     has_batch_norm: bool = False
@@ -74,6 +78,7 @@ def record_training(config: RunConfig, env: RankEnv) -> Recording:
                 to_numpy(named(full_state(arranged), replica_states(arranged)))
             )
         recording.metrics = metrics_of(training)
+        recording.averages = averages_of(training, recording.gradients)
     finally:
         training.close_loaders()
     return recording
@@ -102,6 +107,17 @@ def metrics_of(training: Training) -> dict[str, float]:
         step=training.num_steps,
         epoch=0,
     ).metrics
+
+
+def averages_of(training: Training, gradients: list[Tensors]) -> Tensors:
+    """The moving averages of what has had gradients; nothing where the recipe keeps none."""
+    arranged = training.arranged
+    if arranged.average is None:
+        return {}
+    trained = {name for step in gradients for name in step}
+    with arranged.averaged():
+        state = full_state(arranged).items()
+        return to_numpy({AVERAGE + name: value for name, value in state if name in trained})
 
 
 def batches(training: Training) -> Iterator[Batch]:

@@ -191,5 +191,10 @@ class OwnModels:
         return metrics_of(self.trainings[0])
 
     def _average(self) -> None:
-        reference_local_sync([training.model for training in self.trainings], self._seen)
+        averages = [training.arranged.average for training in self.trainings]
+        reference_local_sync(
+            [training.model for training in self.trainings],
+            self._seen,
+            beside=[average.values for average in averages if average is not None],
+        )
         self._seen = [0.0] * len(self.trainings)

@@ -76,6 +76,8 @@ def measure(
                 _raise(found.factors, name, max(factor, least, kept))
             for name, distance in _distances(exact.weights[step], other.weights[step]):
                 _raise(found.weights, name, max(distance, _WEIGHT_EPS))
+        for name, distance in _distances(exact.averages, other.averages):
+            _raise(found.weights, name, max(distance, _WEIGHT_EPS))
         found.evaluation = _larger(found.evaluation, _evaluations(exact, other))
     return found
 
@@ -102,6 +104,8 @@ def compare_rounded(
         for name, distance in _distances(exact.weights[step], other.weights[step]):
             found.append(("weight", name, distance, rounding.weights.get(name, 0.0)))
         if step + 1 == len(exact.losses):
+            for name, distance in _distances(exact.averages, other.averages):
+                found.append(("weight", name, distance, rounding.weights.get(name, 0.0)))
             found.append(("metric", "loss", _evaluations(exact, other), rounding.evaluation))
         for kind, name, size, measured in found:
             bound = FACTOR * measured

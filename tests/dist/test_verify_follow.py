@@ -10,6 +10,7 @@ import pytest
 from ridgeline.config import RunConfig, find_recipe, load_config
 from ridgeline.launch.env import RankEnv
 from ridgeline.layout import Layout
+from ridgeline.optim.average import Average
 from ridgeline.verify.compare import compare
 from ridgeline.verify.record import Tensors, of_replica
 from ridgeline.verify.reference import build_reference, deals
@@ -67,3 +68,33 @@ def test_replicas_that_compress_go_on_with_the_first_ones_running_statistics(
         assert row.verdict == "same", row
     finally:
         verifier.close()
+
+
+AVERAGED = ("dp=2,zero=1", "dp=2,sync=local:2")
+
+
+@pytest.fixture(scope="module")
+def averaging() -> Iterator[Verifier]:
+    """Of a recipe that keeps a moving average of the weights."""
+    config = load_config(find_recipe("digits"), ["optim.ema=0.6"]).config
+    made = Verifier(config, [Layout.parse(text) for text in AVERAGED], steps=3)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("precision", ["float64", "bf16"])
+@pytest.mark.parametrize("text", AVERAGED)
+def test_a_wrong_average_differs(
+    averaging: Verifier, monkeypatch: pytest.MonkeyPatch, text: str, precision: str
+) -> None:
+    layout = Layout.parse(text)
+    row = averaging.check(layout, precision)
+    assert row.verdict == "same", row
+    right = Average.decay_of
+    monkeypatch.setattr(Average, "decay_of", lambda *args: (1 - 1e-3) * right(*args))
+    averaging._ranks.pop(2).close()  # forked anew with the mistake, as the one device is not
+    row = averaging.check(layout, precision)
+    averaging._ranks.pop(2).close()
+    assert row.verdict == "differs", row
+    assert row.detail.startswith("weight average/")
+    assert " at step 3 by " in row.detail
