@@ -63,8 +63,6 @@ class Job:
         self._undo: Callable[[], None] = lambda: None
         self._share = Dealt()
         self._has_autocast = False
-        self._arranged: dict[int, Arranged] = {}
-        """Of every model given to `parallelize`, by the id of what came back."""
         self._engined: WeakSet[nn.Module] = WeakSet()
         self._has_engine = False
 
@@ -127,7 +125,7 @@ class Job:
         arranged = arrange_own(
             model, self.layout, example_input, self._mesh, self._share, ddp, tune
         )
-        self._arranged[id(arranged.objective)] = arranged
+        vars(arranged.objective)[_HELD] = _Held(arranged)
         # The weights are made: what the model draws from now on is of this rank's own samples.
         seed_apart(self._seed, self._mesh.data_rank)
         return arranged.objective
@@ -185,7 +183,6 @@ class Job:
         )
         self._engined.add(given)
         self._has_autocast = True
-        self._arranged[id(engine)] = engine.arranged
         for note in engine.notes if self.is_main else ():
             print(f"{OURS}{note}", file=sys.stderr)
         seed_apart(self._seed, self._mesh.data_rank)
@@ -245,8 +242,8 @@ class Job:
         and number of ranks reads what any other has written. `also` are other things with a state: their
         `state_dict()` has to fit into JSON, as that of torch's learning-rate schedules does.
         """
-        arranged = self._arranged.get(id(model))
-        if arranged is None:
+        arranged = _arrangement_of(model)
+        if arranged is None or arranged.mesh is not self._mesh:
             raise UsageError(
                 "job.checkpoints(model=...): this is not what job.parallelize or job.engine gave; give it "
                 "that"
@@ -324,6 +321,33 @@ class Job:
         """Leave the job; done by itself when the script ends."""
         self._undo()
         close_mesh(self._mesh)
+
+
+_HELD = "_ridgeline_arranged"
+
+
+class _Held:
+    """How a model was arranged. The model has it, so that nothing outlives it; copies and files of the
+    model do not, because they are not arranged."""
+
+    def __init__(self, arranged: Arranged) -> None:
+        self.arranged = arranged
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _arrangement_of(given: Any) -> Arranged | None:
+    """Of what `parallelize` or `engine` gave; None of anything else."""
+    from ridgeline.train.engine import Engine
+
+    if isinstance(given, Engine):
+        return given.arranged
+    held = getattr(given, "__dict__", {}).get(_HELD)
+    return held.arranged if held is not None and held.arranged.objective is given else None
 
 
 class JobLoader:

@@ -1,15 +1,18 @@
 """What loops do with an engine that would go wrong in silence, or in somebody else's words.
 
 An optimizer that is stepped past the engine updates with what one rank has; weights that are loaded once a
-layout has copies of its own are written over by the next step; and ranks that were given fewer batches are
-gone when the others want to hear from them. Called by `engine.py`.
+layout has copies of its own are written over by the next step, and those that are put in place of arranged
+ones are updated by nobody; and ranks that were given fewer batches are gone when the others want to hear
+from them. Called by `engine.py`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -72,12 +75,38 @@ class _Mark:
         self.is_new = True
 
 
+class _NoAssigning:
+    """A model's hook, too: weights that take the place of arranged ones its optimizer never updates, and
+    other ranks never see. Copies of the model and files of it have one that does nothing instead, and needs
+    nothing of ours to be read."""
+
+    def __init__(self, loads: Loads) -> None:
+        self._loads = ref(loads)
+
+    def __call__(self, _module: Any, _state: Any, _prefix: str, how: Any, *_: Any) -> None:
+        if how.get("assign_to_params_buffers") and self._loads() is not None:
+            raise UsageError(
+                "load_state_dict(..., assign=True) would put other tensors in place of the weights that "
+                "job.engine(model, optimizer) has arranged; leave assign out, so that values are copied, "
+                "or load before job.engine"
+            )
+
+    def __deepcopy__(self, _memo: Any) -> type[nn.Module]:
+        return nn.Identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (nn.Identity,)
+
+
 class Loads:
-    """Notes that weights were loaded into a model after it was arranged, where there are copies of them:
-    the optimizer's masters, or a moving average."""
+    """Refuses weights that take the place of arranged ones, and notes that some were loaded after the model
+    was arranged, where there are copies of them: the optimizer's masters, or a moving average."""
 
     def __init__(self, arranged: Arranged) -> None:
         self._arranged, self._mark = arranged, _Mark()
+        refuses = _NoAssigning(self)
+        for module in {m for part in (arranged.model, *arranged.parts) for m in part.modules()}:
+            module.register_load_state_dict_pre_hook(refuses)
         if arranged.average is not None or any(flat.has_masters for flat in arranged.flats):
             for module in arranged.model.modules():
                 module.register_load_state_dict_post_hook(self._mark)

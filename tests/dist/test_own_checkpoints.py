@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from ridgeline.errors import UsageError
 from ridgeline.parallel.gather import full_state
-from ridgeline.train.job import Job, start
+from ridgeline.train.job import Job, _arrangement_of, start
 
 
 def train(folder: str, layout: str, stop_at: int | None, epochs: int = 3) -> Any:
@@ -44,7 +44,7 @@ def train(folder: str, layout: str, stop_at: int | None, epochs: int = 3) -> Any
                 saves.close()
                 return losses, None
     saves.close()
-    return losses, full_state(job._arranged[id(model)])
+    return losses, full_state(_arrangement_of(model))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 2), (1, 4)])
