@@ -6,6 +6,7 @@ imports from the inside of that system is told at its import line. Called by the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,15 +18,21 @@ class Missing(UsageError, AttributeError):
 
 
 class MissingModule(UsageError, ImportError):
-    """A module; a script that tries whether it is there is told so."""
+    """A module, or a name that was imported; a script that tries whether it is there is told so."""
 
 
 def tell_names(system: str, here: str, elsewhere: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`: `elsewhere` has what to use instead of names that it has not."""
+    """A package's `__getattr__`: `elsewhere` has what to use instead of names that it has not.
+
+    `from PACKAGE import NAME` first looks whether the name is there, and where an AttributeError says that
+    it is not Python makes a sentence of its own, without ours.
+    """
 
     def look_up(name: str) -> Any:
         if name in elsewhere:
-            raise Missing(f"{system}'s {name} is not in {here}; {elsewhere[name]}")
+            asks = sys._getframe(1).f_globals.get("__name__")
+            kind = MissingModule if asks == "importlib._bootstrap" else Missing
+            raise kind(f"{system}'s {name} is not in {here}; {elsewhere[name]}")
         raise AttributeError(f"module {here!r} has no attribute {name!r}")
 
     return look_up

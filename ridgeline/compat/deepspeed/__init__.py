@@ -27,11 +27,15 @@ from ridgeline.errors import UsageError
 
 __version__ = "0.19.8"
 """Of the interface: what it was held against."""
+_DEPLOYED = "`ridgeline export` makes a package for C++ programs"
 _ELSEWHERE = {
-    "init_inference": "`ridgeline export` makes a package for C++ programs",
+    "init_inference": _DEPLOYED,
+    "InferenceEngine": _DEPLOYED,
+    "DeepSpeedInferenceConfig": _DEPLOYED,
+    "default_inference_config": _DEPLOYED,
+    "PipelineEngine": "`deepspeed.initialize` gives a DeepSpeedEngine for pipelines, too",
     "moe": "`ridgeline.layout` with ep=n spreads the experts of any mixture",
     "tp_model_init": 'put "tensor_parallel": {"autotp_size": n} into the configuration',
-    "InferenceEngine": "`ridgeline export` makes a package for C++ programs",
     "profiling": "`ridgeline doctor train.py`",
 }
 __getattr__ = tell_names("deepspeed", HERE, _ELSEWHERE)

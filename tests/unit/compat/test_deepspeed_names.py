@@ -66,6 +66,25 @@ def test_what_is_not_here_is_one_sentence(module: str, name: str, words: str) ->
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "words"),
+    [
+        (HERE, "InferenceEngine", "ridgeline export"),
+        (HERE, "init_inference", "ridgeline export"),
+        (HERE, "PipelineEngine", "DeepSpeedEngine for pipelines"),
+        (hvd.__name__, "elastic", "is not in"),
+    ],
+)
+def test_a_name_that_is_imported_from_a_package_is_one_sentence(
+    package: str, name: str, words: str
+) -> None:
+    assert not hasattr(sys.modules[package], name)
+    with pytest.raises(MissingModule, match=words):
+        exec(f"from {package} import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
+        exec(f"from {package} import nonsense")
+
+
 @pytest.mark.parametrize("found", [deepspeed, hvd, deepspeed.ops, deepspeed.runtime])
 def test_names_that_are_not_here_are_told(found: Any) -> None:
     known = {
