@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
@@ -34,6 +35,12 @@ def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+def num_samples(inputs: Any) -> int:
+    """The first dim of the first tensor that has one."""
+    sizes = [x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
+    return sizes[0] if sizes else 1
 
 
 def tensors_of(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ batch counts alike, and samples are known by their place.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,3 +33,14 @@ class Dealt(Share):
     def take(self, other: Dealt) -> None:
         for name, value in vars(other).items():
             setattr(self, name, value)
+
+
+class Microbatches:
+    """Those of one step through a pipeline."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Any] = []
+        self.targets: list[Any] = []
+        self.counts: tuple[int, ...] = ()
+        self.scales: list[float] = []
+        self.dealt: list[Dealt] = []

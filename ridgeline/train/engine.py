@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ridgeline.config import DdpConfig
 from ridgeline.errors import UsageError
-from ridgeline.models.inputs import call_arguments
+from ridgeline.models.inputs import call_arguments, num_samples
 from ridgeline.optim.adopt import adopt, freeze_others, learn_groups
 from ridgeline.optim.average import averaging
 from ridgeline.optim.update import build_update
@@ -42,9 +42,16 @@ from ridgeline.parallel.precision import AUTOCAST, Precision, Scaler
 from ridgeline.parallel.random import Randomness
 from ridgeline.parallel.share import Share
 from ridgeline.train.checks import count_parts
-from ridgeline.train.dealt import Dealt
+from ridgeline.train.dealt import Dealt, Microbatches
 from ridgeline.train.dealt_alike import compare_samples
-from ridgeline.train.misused import ALONE, FEWER, Loads, refuse_own_steps, telling_who_waits
+from ridgeline.train.misused import (
+    ALONE,
+    FEWER,
+    Loads,
+    refuse_own_steps,
+    require_all_ranks,
+    telling_who_waits,
+)
 from ridgeline.train.objective import Objective
 from ridgeline.tuning import TuneConfig
 
@@ -289,7 +296,11 @@ class Engine:
 
     def weights(self, averaged: bool = False) -> dict[str, Tensor]:
         """The whole model's, under its own names, on the first rank and empty elsewhere; all ranks call
-        it. With `averaged` their moving averages, where the engine keeps them."""
+        it. With `averaged` their moving averages, where the engine keeps them.
+
+        Where ranks have parts of the weights and the first one is here alone, it says so after nine minutes
+        (on CPUs; on GPUs NCCL ends it after ten)."""
+        require_all_ranks(self.arranged, "engine.weights()")
         self.take_loaded()
         if not averaged or self._is_averaged:
             with telling_who_waits(self._mesh, "in engine.weights()", ALONE):
@@ -346,7 +357,7 @@ class Engine:
             return
         ids = self._dealt.samples
         if ids is None:  # a loader of the user's own: by their place in the step
-            size = _num_samples(inputs)
+            size = num_samples(inputs)
             first = (index * self._mesh.data_size + self._mesh.data_rank) * size
             found, key = (
                 torch.arange(first, first + size, device=self._mesh.device),
@@ -464,7 +475,7 @@ class Engine:
         else:
             self.num_steps += 1
 
-    def _through_stages(self, batch: _Microbatches) -> Tensor:
+    def _through_stages(self, batch: Microbatches) -> Tensor:
         staged = self.arranged.staged
         assert staged is not None
         self._compare(batch.inputs[0])
@@ -512,13 +523,13 @@ class Engine:
             )
             yield tuple(inputs) if isinstance(inputs, list) else inputs, targets
 
-    def _take(self, batches: Iterable[Any]) -> _Microbatches:
-        taken = _Microbatches()
+    def _take(self, batches: Iterable[Any]) -> Microbatches:
+        taken = Microbatches()
         for inputs, targets in self._each(batches):
             taken.inputs.append(inputs)
             taken.targets.append(targets)
             taken.dealt.append(self._dealt.copy())
-            size = _num_samples(inputs)
+            size = num_samples(inputs)
             taken.counts += (min(self._dealt.num_real, size) if self._dealt.is_ours else size,)
             taken.scales.append(self._dealt.scale)
         return taken
@@ -548,17 +559,6 @@ class Engine:
                 f"{what} cannot be had with pp={self._mesh.layout.pp}, whose stages lie on several ranks; "
                 "use engine.train_batch(batches) and engine.eval_batch(batches)"
             )
-
-
-class _Microbatches:
-    """Those of one step through a pipeline."""
-
-    def __init__(self) -> None:
-        self.inputs: list[Any] = []
-        self.targets: list[Any] = []
-        self.counts: tuple[int, ...] = ()
-        self.scales: list[float] = []
-        self.dealt: list[Dealt] = []
 
 
 def _arrange(
@@ -592,8 +592,3 @@ def _cuts(arranged: Arranged) -> bool:
     flat = any(flat.num_shards > 1 or flat.offload for flat in arranged.flats)
     splits = arranged.view is not None and bool(arranged.view.splits)
     return flat or splits or arranged.is_fully_sharded
-
-
-def _num_samples(inputs: Any) -> int:
-    sizes = [x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
-    return sizes[0] if sizes else 1

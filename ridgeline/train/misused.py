@@ -9,11 +9,15 @@ from them. Called by `engine.py`.
 from __future__ import annotations
 
 import copy
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 from weakref import ref
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -139,3 +143,37 @@ def telling_who_waits(mesh: Mesh, where: str, likely: str) -> Iterator[None]:
                 f"one has not failed, {likely}"
             )
         raise
+
+
+MEETING = timedelta(minutes=9)
+"""How long the first rank waits for all to make the same call: less than the ten minutes of a collective,
+so that it is the first to speak."""
+
+
+def require_all_ranks(arranged: Arranged, what: str) -> None:
+    """Before weights are put together of which each rank has a part: where the first one is here alone, the
+    exchange would hang, or meet that of a step and end the process. Ranks that are gone are told by the
+    exchange itself."""
+    group = arranged.mesh.world_group
+    if group is None or dist.get_backend(group) != "gloo" or not _lies_in_parts(arranged):
+        return
+    start = time.monotonic()
+    try:
+        group.monitored_barrier(MEETING, wait_all_ranks=True)
+    except RuntimeError as error:
+        missing = re.search(r"Ranks ([\d, ]+) failed to pass", str(error))
+        if missing is None or time.monotonic() - start < MEETING.total_seconds():
+            return
+        raise UsageError(
+            f"{what} was called on rank 0, and within {MEETING.total_seconds():g} s not on rank "
+            f"{missing[1]}; under {arranged.layout} every rank has a part of the weights, so call it on "
+            "all of them, outside of what the first one does alone"
+        ) from error
+
+
+def _lies_in_parts(arranged: Arranged) -> bool:
+    """Whether no rank has all weights."""
+    if arranged.is_fully_sharded or arranged.staged is not None or arranged.experts is not None:
+        return True
+    is_cut = arranged.view is not None and bool(arranged.view.splits)
+    return is_cut or any(flat.num_shards > 1 for flat in arranged.flats)

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import io
 import math
+import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ridgeline.errors import UsageError
 from ridgeline.layout import Layout
 from ridgeline.parallel.gather import full_state
 from ridgeline.parallel.precision import Scaler
+from ridgeline.train import misused
 
 SAMPLES, LENGTH, VOCAB, BATCH = 20, 8, 11, 8
 """An epoch has two full batches and one of four."""
@@ -854,6 +857,35 @@ def shapes_of(layout: str) -> dict[str, list[int]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = job.engine(model, optimizer, example_input=data("text")[0:2][0])
     return {name: list(value.shape) for name, value in engine.weights().items()}
+
+
+def alone_in_weights(layout: str) -> None:
+    job = ridgeline.start(layout)
+    model = Writer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = data("text")[0:2][0]
+    engine = job.engine(model, optimizer, example_input=inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(misused, "MEETING", timedelta(seconds=2))
+        if job.is_main:
+            engine.weights()
+    try:
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+    except RuntimeError:
+        time.sleep(1)  # the first rank has a sentence, which came with this
+        raise
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_weights_that_one_rank_alone_asks_for_are_told(ranks: Any, layout: str) -> None:
+    """Its exchange would meet that of the others' step."""
+    with pytest.raises(Exception, match=r"within 2 s not on rank 1; under (tp=2|dp=2,zero)"):
+        ranks(2, alone_in_weights, layout)
+
+
+def test_replicas_have_all_weights_and_one_may_ask_alone(ranks: Any) -> None:
+    ranks(2, alone_in_weights, "dp=2")
 
 
 def test_a_pipeline_without_a_loss_is_refused(ranks: Any) -> None:
