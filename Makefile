@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TORCH_FREE := ridgeline/errors.py ridgeline/named.py ridgeline/composition.py ridgeline/layout.py ridgeline/typed.py ridgeline/tuning.py ridgeline/augmenting.py ridgeline/config.py \
-	ridgeline/rundir.py ridgeline/facts.py ridgeline/shipped.py ridgeline/train/checks.py ridgeline/launch ridgeline/plan ridgeline/report ridgeline/cli.py ridgeline/cli_shared.py ridgeline/cli_answers.py ridgeline/cli_checkpoint.py \
+	ridgeline/rundir.py ridgeline/facts.py ridgeline/shipped.py ridgeline/train/checks.py ridgeline/train/said.py ridgeline/launch ridgeline/plan ridgeline/report ridgeline/cli.py ridgeline/cli_shared.py ridgeline/cli_answers.py ridgeline/cli_checkpoint.py \
 	ridgeline/cli_data.py ridgeline/cli_doctor.py ridgeline/cli_export.py ridgeline/export/request.py ridgeline/cli_jobs.py ridgeline/cli_launch.py ridgeline/cli_machine.py ridgeline/cli_network.py ridgeline/cli_plan.py ridgeline/cli_planned.py ridgeline/cli_scale.py ridgeline/cli_search.py ridgeline/search ridgeline/cli_validate.py ridgeline/cli_watch.py $(addprefix ridgeline/machine/,mount.py quota.py disk_io.py storage.py verdict.py record.py show.py picture.py roofline.py links.py link_show.py groups.py power.py gauges.py room.py) \
 	$(addprefix ridgeline/doctor/,measured.py kernels.py trace.py timeline.py verdict.py clock.py finished.py pictures.py show.py request.py choice.py combined.py ahead.py ending.py climb.py ladder.py losses.py race.py processes.py states.py interface.py seen.py recommend.py) \
 	$(addprefix ridgeline/scaling/,measured.py request.py curves.py show.py simulate.py noise.py) \

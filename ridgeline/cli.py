@@ -539,8 +539,9 @@ def main() -> None:
         if wants_traceback():
             traceback.print_exc()
         from ridgeline.launch.failures import tell_once
+        from ridgeline.train.said import is_said
 
-        sys.exit(tell_once(error))
+        sys.exit(error.exit_code if is_said(str(error)) else tell_once(error))
 
 
 if __name__ == "__main__":

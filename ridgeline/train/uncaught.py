@@ -16,6 +16,7 @@ from typing import Any
 from ridgeline.errors import OURS, RunError, UsageError, UserCodeFailed
 from ridgeline.launch.env import is_told, tell_torchrun, wants_traceback
 from ridgeline.launch.failures import tell_once
+from ridgeline.train.said import is_said
 
 
 class Sentences:
@@ -37,7 +38,8 @@ class Sentences:
             self._before(kind, error, trace)
         elif self._users is not sys.__excepthook__:
             self._users(kind, error, trace)
-        code = error.exit_code if is_told(str(error)) else tell_once(error)
+        is_known = is_told(str(error)) or is_said(str(error))
+        code = error.exit_code if is_known else tell_once(error)
         tell_torchrun(f"{OURS}{error}", time.time())
         raise SystemExit(code)  # which the interpreter heeds in a hook as anywhere
 

@@ -161,3 +161,14 @@ def test_under_torchrun_the_sentence_is_not_lost(tmp_path: Path) -> None:
 def test_under_torchrun_other_errors_keep_their_traceback(tmp_path: Path) -> None:
     done = run(tmp_path, "other", python=TORCHRUN)
     assert "[rank0]: ValueError: not ours" in done.stderr
+
+
+def test_under_mpirun_one_rank_says_what_all_have(tmp_path: Path) -> None:
+    place = {"SIZE": "2", "LOCAL_SIZE": "2"}
+    for rank in ("0", "1"):
+        place |= {"RANK": rank, "LOCAL_RANK": rank}
+        variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}
+        done = run(tmp_path, "run", "dq=2", **variables, PMIX_NAMESPACE="x", TMPDIR=str(tmp_path))
+        assert done.returncode == 2
+        assert ("unknown layout field" in done.stderr) == (rank == "0")
+        assert len(done.stderr.splitlines()) == (rank == "0")
