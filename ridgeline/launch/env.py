@@ -42,6 +42,8 @@ ACCOUNT = "RIDGELINE_ACCOUNT"
 TERMINAL = "RIDGELINE_TERMINAL"
 """Whether whoever started the job looks on at a terminal: launchers give ranks one of their own making."""
 
+WARM = "RIDGELINE_WARM"
+"""Set to 0: each rank of a host loads torch by itself (`warm.py`)."""
 TRACEBACK = "RIDGELINE_TRACEBACK"
 """Set to 1: errors of ours come with where in the code they were raised."""
 TUNE = "RIDGELINE_TUNE"
@@ -111,6 +113,10 @@ def prepare_rank() -> None:
 
 def tune_file(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(TUNE, "")
+
+
+def wants_warm(environ: Mapping[str, str] | None = None) -> bool:
+    return (os.environ if environ is None else environ).get(WARM, "") != "0"
 
 
 def wants_traceback(environ: Mapping[str, str] | None = None) -> bool:

@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 from ridgeline.launch.env import LAUNCHER, RANK_VARIABLES
 from ridgeline.launch.failures import RankFailure, raise_first, read_failures, signal_name
 from ridgeline.launch.rank import end_with_parent, free_ports
+from ridgeline.launch.warm import Template, Templates
 
 SHUTDOWN_S = 5.0
 """Seconds that ranks get to end after a signal before they are killed, and to be gone after that."""
@@ -31,7 +32,18 @@ _LOOK_S = 0.05
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Ends of the whole command; SIGTERM and SIGUSR1 are the caller's."""
 
-Process = subprocess.Popen[bytes]
+_OWN = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+_CHANGING = ("CUDA_VISIBLE_DEVICES",)
+"""What an attempt may have otherwise than the one before, and which is read when a device is opened."""
+
+
+class Process(Protocol):
+    """A rank that was started."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
 
 
 class Death(NamedTuple):
@@ -57,18 +69,24 @@ def run_ranks(
     log_dir: Path,
     threads: int,
     variables: Mapping[str, str] | None = None,
+    templates: Templates | None = None,
 ) -> None:
-    """Run `command` on every rank and wait; raises the first failure, or KeyboardInterrupt."""
+    """Run `command` on every rank and wait; raises the first failure, or KeyboardInterrupt. With
+    `templates` ranks are forked from one process where that is possible."""
     environment = _environment(num_processes, threads, variables or {})
+    told = {*rank_variables(num_processes, threads, variables), *_OWN, *_CHANGING}
     log_dir.mkdir(parents=True, exist_ok=True)
     ranks: list[Process] = []
     with _hearing() as heard:
         failed: dict[int, Death] = {}
         number = int(signal.SIGTERM)
         try:
-            for rank in range(num_processes):
-                place = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
-                ranks.append(_start(command, rank, {**environment, **place}, log_dir))
+            template = None
+            if templates is not None:
+                template = templates.get(command, environment, told, lambda: bool(heard.numbers))
+            for rank in () if heard.numbers else range(num_processes):
+                place = {name: str(rank) for name in _OWN}
+                ranks.append(_start(command, rank, {**environment, **place}, log_dir, template))
             failed = _wait(ranks, heard)
             number = _pass_on(heard.numbers[0]) if heard.numbers else number
         finally:
@@ -141,14 +159,21 @@ def _logs(log_dir: Path, rank: int) -> tuple[Path, Path]:
     return log_dir / f"rank{rank}.stdout.log", log_dir / f"rank{rank}.stderr.log"
 
 
-def _start(command: list[str], rank: int, environment: Mapping[str, str], log_dir: Path) -> Process:
+def _start(
+    command: list[str],
+    rank: int,
+    environment: Mapping[str, str],
+    log_dir: Path,
+    template: Template | None,
+) -> Process:
     """In a session of its own, so that Ctrl-C is this process's to pass on. What ranks before it wrote to
     the same logs stays there."""
     with ExitStack() as files:
         out, err = (
             files.enter_context(path.open("ab")) if rank else None for path in _logs(log_dir, rank)
         )
-        return subprocess.Popen(
+        forked = template and template.fork(command, environment, out, err)
+        return forked or subprocess.Popen(
             [sys.executable, *command],
             env=dict(environment),
             stdout=out,

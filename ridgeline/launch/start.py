@@ -34,6 +34,7 @@ from ridgeline.launch.failures import (
 from ridgeline.launch.hub import LOST_S, Hub, RankExit
 from ridgeline.launch.job import Step
 from ridgeline.launch.ranks import RankProcess
+from ridgeline.launch.warm import Templates
 
 _TAIL = 40
 _END_S = 15.0
@@ -70,6 +71,10 @@ class Starter(Protocol):
         """End everything now."""
         ...
 
+    def close(self) -> None:
+        """No ranks will be asked for any more."""
+        ...
+
 
 class Local:
     """This machine."""
@@ -78,6 +83,7 @@ class Local:
 
     def __init__(self, num_ranks: int, num_cores: int, bind: str = "auto") -> None:
         self.num_ranks, self._num_cores, self._bind = num_ranks, num_cores, bind
+        self._templates = Templates()
 
     def run(
         self,
@@ -90,7 +96,8 @@ class Local:
         from ridgeline.launch.local import run_ranks
 
         cores = threads or said_threads() or max(1, self._num_cores // num_ranks)
-        run_ranks(command, num_ranks, log_dir, cores, {**extra, BIND: self._bind})
+        variables = {**extra, BIND: self._bind}
+        run_ranks(command, num_ranks, log_dir, cores, variables, self._templates)
 
     def send(self, processes: Iterable[RankProcess], name: str) -> None:
         for process in processes:
@@ -102,6 +109,9 @@ class Local:
         for child in psutil.Process().children():
             with suppress(psutil.Error):
                 child.kill()
+
+    def close(self) -> None:
+        self._templates.close()
 
 
 class Running(Protocol):
@@ -266,6 +276,9 @@ class Spread:
             self._hub.end("asked to end at once")
         if self._running is not None:
             self._running.stop()
+
+    def close(self) -> None:
+        """Launchers start ranks one by one: nothing is kept for the next time."""
 
     def _wait(self, hub: Hub, running: Running) -> None:
         while not hub.wait(_LOOK_S) and running.poll() is None:

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -109,7 +109,7 @@ class _Desk:
 def run_job(config: RunConfig, run: RunDir, starter: Starter, limits: Limits) -> None:
     """Train in `run` until it is done; raises `Requeue` when it was asked to stop before."""
     job = _Job(config, run, starter, limits)
-    with job.desk.open():
+    with closing(starter), job.desk.open():
         while not job.attempt():
             pass
 

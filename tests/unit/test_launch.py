@@ -71,7 +71,7 @@ def test_threads_that_the_user_has_said_stay(
     from ridgeline.launch.start import Local
 
     seen: list[int] = []
-    monkeypatch.setattr(local, "run_ranks", lambda c, n, d, threads, v: seen.append(threads))
+    monkeypatch.setattr(local, "run_ranks", lambda c, n, d, threads, v, t: seen.append(threads))
     for said, asked, wanted in (("3", None, 3), ("3", 5, 5), ("", None, 4), ("many", None, 4)):
         monkeypatch.setenv("OMP_NUM_THREADS", said)
         Local(2, 8).run(["x"], 2, tmp_path, asked, {})
