@@ -66,7 +66,9 @@ def one_round(folder: Path, processes: int, warm: str) -> dict[str, float]:
         rank = json.loads((run / f"logs/ranks/rank-{processes - 1}.json").read_text())
         killed = time.time()
         os.kill(rank["pid"], signal.SIGKILL)
-        while not any('"restart"' in line for line in (run / "events.jsonl").open()):
+        while '"restart"' not in (run / "events.jsonl").read_text():
+            if time.monotonic() > until:
+                raise SystemExit(f"no restart: {(folder / 'out').read_text()}")
             time.sleep(0.02)
         following = wait_for_step(run, time.time())
     finally:

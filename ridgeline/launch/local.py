@@ -33,6 +33,8 @@ _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Ends of the whole command; SIGTERM and SIGUSR1 are the caller's."""
 
 _OWN = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+_THREADS = "OMP_NUM_THREADS"
+"""Read when a library is loaded, so that another number is another template's."""
 _CHANGING = ("CUDA_VISIBLE_DEVICES",)
 """What an attempt may have otherwise than the one before, and which is read when a device is opened."""
 
@@ -74,20 +76,26 @@ def run_ranks(
     """Run `command` on every rank and wait; raises the first failure, or KeyboardInterrupt. With
     `templates` ranks are forked from one process where that is possible."""
     environment = _environment(num_processes, threads, variables or {})
-    told = {*rank_variables(num_processes, threads, variables), *_OWN, *_CHANGING}
+    told = {*rank_variables(num_processes, threads, variables), *_OWN, *_CHANGING} - {_THREADS}
     log_dir.mkdir(parents=True, exist_ok=True)
+    templates = templates or Templates(is_wanted=False)
     ranks: list[Process] = []
     with _hearing() as heard:
         failed: dict[int, Death] = {}
         number = int(signal.SIGTERM)
         try:
-            template = None
-            if templates is not None:
-                template = templates.get(command, environment, told, lambda: bool(heard.numbers))
-            for rank in () if heard.numbers else range(num_processes):
+            template = templates.get(
+                command, environment, told, lambda: bool(heard.numbers) or templates.is_stopped
+            )
+            for rank in range(num_processes):
+                if heard.numbers or templates.is_stopped:
+                    break
                 place = {name: str(rank) for name in _OWN}
                 ranks.append(_start(command, rank, {**environment, **place}, log_dir, template))
-            failed = _wait(ranks, heard)
+            if templates.is_stopped and len(ranks) < num_processes:
+                failed = {len(ranks): Death(-signal.SIGKILL, time.time())}
+            else:
+                failed = _wait(ranks, heard)
             number = _pass_on(heard.numbers[0]) if heard.numbers else number
         finally:
             _end(ranks, number, heard)
@@ -118,7 +126,7 @@ def rank_variables(
     """What the ranks on this machine are told of each other, with `variables` of the caller's; the number
     of each is put beside it."""
     return {
-        "OMP_NUM_THREADS": str(threads),
+        _THREADS: str(threads),
         LAUNCHER: str(os.getpid()),
         **RANK_VARIABLES,
         **(variables or {}),

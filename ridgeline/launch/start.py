@@ -106,6 +106,7 @@ class Local:
     def kill(self) -> None:
         import psutil
 
+        self._templates.is_stopped = True
         for child in psutil.Process().children():
             with suppress(psutil.Error):
                 child.kill()

@@ -3,8 +3,9 @@
 Python with torch takes seconds of a core, and thousands of small reads of a shared file system, before a
 rank has done anything; n ranks take it n times at once, and every restart again. Here one process, the
 template, does it once. It forks a rank in some hundredths of a second, and stands by for restarts. Only
-what computes nothing is done before the fork: a template that has opened a device, which no child could use
-then, says so, and ranks are started one by one as before.
+what computes nothing is done before the fork: where loading has opened a device, which no child could use
+then, or a tool is to watch every process from its start, ranks are started one by one as before, and so
+they are where anything else is in the way.
 
 `Template` is the launcher's side and imports without torch; `main` is the template's. Used by `local.py`.
 """
@@ -15,22 +16,22 @@ import ctypes
 import gc
 import json
 import os
-import random
 import runpy
 import select
 import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from ridgeline.errors import say
 from ridgeline.launch.env import LAUNCHER, wants_warm
 from ridgeline.launch.rank import end_with_parent
 
@@ -38,9 +39,20 @@ WORKER = "ridgeline.train.worker"
 """The module whose ranks a template is for."""
 LOADED = ("ridgeline.train.run", "torch._dynamo", "torch.utils.flop_counter")
 """What each of them imports, or building its optimizer does."""
-_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""By these, threads get cores when a library is loaded: in a template all ranks would get the same."""
-_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel")
+_AT_LOADING = (
+    *("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"),
+    *(
+        "LD_PRELOAD",
+        "LD_AUDIT",
+        "KINETO_USE_DAEMON",
+        "CUDA_INJECTION64_PATH",
+        "NVTX_INJECTION64_PATH",
+    ),
+    *("ROCP_TOOL_LIB", "HSA_TOOLS_LIB", "INTEL_LIBITTNOTIFY64"),
+)
+"""By these, threads get cores when a library is loaded, the same in all that is forked then, or profilers
+begin with a process, and know nothing of those that are forked from it."""
+_HARMLESS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _NOT_OURS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -51,7 +63,8 @@ _NOT_OURS = (
 )
 """A scheduler sends its signals to every process; they are for the launcher and for ranks."""
 _LOST = -int(signal.SIGKILL)
-_FORK_S = 30.0
+_FORK_S = 120.0
+_END_S = 5.0
 _LARGEST = 1 << 17
 
 
@@ -66,6 +79,8 @@ class Forked:
     def poll(self) -> int | None:
         if self.returncode is None:
             self._template.hear(0.0)
+        if self.returncode is None and not self._template.is_alive:
+            self.returncode = _LOST
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -88,22 +103,29 @@ class Template:
         self._ended: dict[int, int] = {}
         self._answer: dict[str, Any] | None = None
         self.is_alive = True
+        self.unfit = ""
+        """Why no rank can be forked from it."""
+        self._waits = select.poll()  # a launcher may have more files open than select can name
+        self._waits.register(self._socket, select.POLLIN)
         # Ranks write their own command over this one, for which there has to be room.
         shown = f"ranks of: {shlex.join([sys.executable, *command])}"
-        words = (str(theirs.fileno()), ",".join(LOADED), shown)
+        ignored = [number for number in _NOT_OURS if signal.getsignal(number) is signal.SIG_IGN]
+        numbers = ",".join(str(int(number)) for number in ignored)
+        words = (str(theirs.fileno()), ",".join(LOADED), numbers, shown)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ridgeline.launch.warm", *words],
                 env=self._environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=_prepare,
             )
 
     def is_ready(self, stop: Callable[[], bool]) -> bool:
         """Whether it can fork, once it knows; False also where `stop` says so first."""
         answer = self._await(stop)
-        if answer is None or "unfit" in answer:
+        self.unfit = (answer or {}).get("unfit", "")
+        if answer is None or self.unfit:
             self.close()
         return self.is_alive
 
@@ -140,6 +162,8 @@ class Template:
         if answer is None:
             self.close()
             return None
+        if "pid" not in answer:  # whoever starts it otherwise will meet the reason
+            return None
         pid: int = answer["pid"]
         rank = Forked(self, pid)
         if pid in self._ended:  # it was over before it was known
@@ -150,7 +174,7 @@ class Template:
 
     def hear(self, wait_s: float) -> None:
         """What it has said by now: answers, and how ranks have ended."""
-        while self.is_alive and select.select([self._socket], [], [], wait_s)[0]:
+        while self.is_alive and self._waits.poll(1000 * wait_s):
             wait_s = 0.0
             try:
                 piece = self._socket.recv(_LARGEST)
@@ -175,7 +199,12 @@ class Template:
         self._socket.close()
         with suppress(OSError):
             self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # a file system that hangs, say
+            say(
+                f"the process that loads torch for ranks ({self._process.pid}) does not end when killed"
+            )
         for rank in self._ranks.values():
             rank.returncode = _LOST
         self._ranks.clear()
@@ -184,9 +213,11 @@ class Template:
 class Templates:
     """At most one, kept between the attempts of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_wanted: bool = True) -> None:
         self._template: Template | None = None
-        self._is_off = sys.platform != "linux"
+        self._is_off = not is_wanted or sys.platform != "linux"
+        self.is_stopped = False
+        """Whether nothing is to be started any more."""
 
     def get(
         self,
@@ -199,18 +230,23 @@ class Templates:
         that ranks may have of their own."""
         if self._is_off or list(command[:2]) != ["-m", WORKER] or not wants_warm(environment):
             return None
-        if any(environment.get(name) for name in _PLACES):
+        if any(environment.get(name) for name in _AT_LOADING):
+            return None
+        if None in (sys.stdin, sys.stdout, sys.stderr):  # closed, and files get their numbers
             return None
         template = self._template
-        if template is not None and not (
-            template.is_alive and template.differs(environment) <= told
-        ):
-            self.close()
-            template = None
+        if template is not None:
+            template.hear(0.0)
+            if not template.is_alive or template.differs(environment) - told:
+                self.close()
+                template = None
         if template is None:
             template = self._template = Template(command, environment)
             if not template.is_ready(stop):
-                self._template, self._is_off = None, not stop()
+                self._template = None
+                if template.unfit:
+                    self._is_off = True
+                    say(f"ranks are started one by one: {template.unfit}")
                 return None
         return template
 
@@ -220,25 +256,32 @@ class Templates:
             self._template = None
 
 
+def _prepare() -> None:
+    end_with_parent()
+    for number in _NOT_OURS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 # In the template
 
 
 def main(argv: list[str]) -> NoReturn:
     line = socket.socket(fileno=int(argv[0]))
-    end_with_parent()
     os.set_inheritable(line.fileno(), False)
-    for one in _NOT_OURS:
-        signal.signal(one, signal.SIG_IGN)
+    ignored = {signal.Signals(int(number)) for number in argv[2].split(",") if number}
     wakes, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     gc.disable()  # what is imported stays: looking for garbage in it takes a tenth of the time
     unfit = _load(argv[1].split(","))
     gc.freeze()  # and it is shared with the ranks, as long as nobody writes to it
-    try:
-        line.send(json.dumps({"unfit": unfit} if unfit else {"ready": True}).encode())
+    waits = select.poll()
+    for file in (line.fileno(), wakes):
+        waits.register(file, select.POLLIN)
+    with suppress(OSError):  # of the socket: the launcher is gone
+        _send(line, {"unfit": unfit} if unfit else {"ready": True})
         while not unfit:
-            ready, _, _ = select.select([line.fileno(), wakes], [], [])
+            ready = [file for file, _ in waits.poll()]
             if wakes in ready:
                 with suppress(BlockingIOError):
                     os.read(wakes, 1 << 16)
@@ -247,31 +290,39 @@ def main(argv: list[str]) -> NoReturn:
                 message, files, _, _ = socket.recv_fds(line, _LARGEST, 2)
                 if not message:
                     break
-                line.send(json.dumps({"pid": _fork(line, wakes, wake, message, files)}).encode())
+                _send(line, _fork((line.fileno(), wakes, wake), message, files, ignored))
                 for file in files:
                     os.close(file)
-    except OSError:
-        pass  # the launcher is gone
     os._exit(0)
+
+
+def _send(line: socket.socket, message: Mapping[str, Any]) -> None:
+    line.send(json.dumps(message).encode())
 
 
 def _load(names: Sequence[str]) -> str:
     """What every rank needs; why no rank can be forked from this process, or empty."""
     try:
+        before = _devices()
         for name in names:
             __import__(name)
-    except BaseException as error:  # as each rank will find and tell by itself
+        opened = sorted(_devices() - before)
+    except BaseException as error:
         return f"{type(error).__name__}: {error}"
-    held = [link for link in _open_files() if link.startswith(_DEVICES)]
-    return f"{held[0]} is open" if held else ""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "loading torch has opened a GPU"
+    return f"loading torch has opened {opened[0]}" if opened else ""
 
 
-def _open_files() -> list[str]:
-    found = []
+def _devices() -> set[str]:
+    """Those that this process has open."""
+    found = set()
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            found.append(str(path.readlink()))
-    return found
+        with suppress(FileNotFoundError):  # the one that this very listing needs
+            if stat.S_ISCHR(path.stat().st_mode):
+                found.add(str(path.readlink()))
+    return found.difference(_HARMLESS)
 
 
 def _tell_ended(line: socket.socket) -> None:
@@ -280,49 +331,80 @@ def _tell_ended(line: socket.socket) -> None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            code = os.waitstatus_to_exitcode(status)
-            line.send(json.dumps({"ended": pid, "code": code}).encode())
+            _send(line, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _fork(line: socket.socket, wakes: int, wake: int, message: bytes, files: list[int]) -> int:
-    """The rank's process id, once it leads a group of its own."""
+def _fork(
+    own: Sequence[int], message: bytes, files: list[int], ignored: set[signal.Signals]
+) -> dict[str, Any]:
+    """The rank's process id, once it leads a group of its own; or why there is none."""
     begun, begins = os.pipe2(os.O_CLOEXEC)
-    with warnings.catch_warnings():
-        # Libraries may have threads that wait for work, and start others where they are forked.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if not pid:
-        _rank((line.detach(), wakes, wake, begun), message, files, begins)
-    os.close(begins)
+    try:
+        with warnings.catch_warnings():
+            # Libraries may have threads that wait for work, and start others where they are forked.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if not pid:
+            _rank((*own, begun), message, files, begins, ignored)
+    except OSError as error:
+        os.close(begun)
+        return {"failed": str(error)}
+    finally:
+        os.close(begins)
     os.read(begun, 1)
     os.close(begun)
-    return pid
+    return {"pid": pid}
 
 
-def _rank(closed: Sequence[int], message: bytes, files: list[int], begins: int) -> NoReturn:
-    """The whole life of a rank."""
+def _rank(
+    closed: Sequence[int],
+    message: bytes,
+    files: list[int],
+    begins: int,
+    ignored: set[signal.Signals],
+) -> NoReturn:
+    """The whole life of a rank. What would be done at an interpreter's end is not, as in the worker, which
+    ends by itself in this way."""
+    code = 1
     try:
         signal.set_wakeup_fd(-1)
         for one in closed:
             os.close(one)
-        _become(json.loads(message), files, begins)
+        _become(json.loads(message), files, begins, ignored)
+        code = 0
     except SystemExit as end:
-        code = end.code
-        if code is not None and not isinstance(code, int):
-            print(code, file=sys.stderr)
-        _leave(code if isinstance(code, int) else int(code is not None))
+        code = _code_of(end)
     except BaseException:
-        traceback.print_exc()
-    _leave(1)
+        with suppress(BaseException):
+            sys.excepthook(*sys.exc_info())
+    finally:
+        # Whatever happens, nothing of this process goes on as a template.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(BaseException):
+                stream.flush()
+        os._exit(code)
 
 
-def _become(told: dict[str, Any], files: list[int], begins: int) -> None:
+def _code_of(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    with suppress(BaseException):
+        print(end.code, file=sys.stderr)
+    return 1
+
+
+def _become(
+    told: dict[str, Any], files: list[int], begins: int, ignored: set[signal.Signals]
+) -> None:
     """A rank, as if it had been started by itself."""
     os.setsid()
     end_with_parent()
     for one in (*_NOT_OURS, signal.SIGCHLD):
-        signal.signal(one, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(one, signal.SIG_IGN if one in ignored else signal.SIG_DFL)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for file, number in zip(files, (1, 2), strict=False):
         os.dup2(file, number)
         os.close(file)
@@ -335,41 +417,24 @@ def _become(told: dict[str, Any], files: list[int], begins: int) -> None:
         else:
             os.environ[name] = value
     os.environ[LAUNCHER] = str(os.getppid())  # who started it, as a rank sees that
-    _unlike_others()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # Python's own is seeded anew in every fork
     command = told["command"]
     _show([sys.executable, *command])
     sys.argv = ["-m", *command[2:]]
     gc.enable()
     runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-    _leave(0)
-
-
-def _unlike_others() -> None:
-    """What differs between processes that were started one by one, or was counted when they loaded it."""
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    if said and (torch := sys.modules.get("torch")) is not None:
-        with suppress(ValueError):
-            torch.set_num_threads(int(said.partition(",")[0]))
 
 
 def _show(command: list[str]) -> None:
-    """The rank's own command in `ps`, written over that of the template, which is longer."""
+    """The rank's own command in `ps`, in the place of the template's, which is longer. The system takes
+    what does not end with a zero for a text of the program's own, up to the first zero."""
     with suppress(OSError, ValueError, IndexError):
         after = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = int(after[45]), int(after[46])
-        text = b"\0".join(word.encode() for word in command)[: end - begin - 1]
-        if 0 < end - begin < _LARGEST:
-            ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
-
-
-def _leave(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+        text = " ".join(command).encode(errors="surrogateescape")[: end - begin - 2]
+        if 2 < end - begin < _LARGEST:
+            ctypes.memmove(begin, text.ljust(end - begin - 1, b"\0") + b"\1", end - begin)
 
 
 if __name__ == "__main__":

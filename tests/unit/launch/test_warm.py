@@ -25,8 +25,9 @@ from ridgeline.launch.warm import Templates
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
 
 PROBE = """
-import json, os, random, signal, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
+import psutil
 
 folder, what = Path(sys.argv[1]), sys.argv[2:]
 if what == ["nothing"]:
@@ -39,23 +40,25 @@ rank = int(os.environ["RANK"])
 numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD)
 told = dict(
     rank=rank, pid=os.getpid(), parent=os.getppid(), session=os.getsid(0),
-    command=Path("/proc/self/cmdline").read_bytes().decode().rstrip(chr(0)).split(chr(0)),
+    command=psutil.Process().cmdline(), excepthook=sys.excepthook is sys.__excepthook__,
     signals=[signal.getsignal(one) == signal.SIG_DFL for one in numbers],
-    drawn=[random.random(), float(numpy.random.rand()) if loaded else 0.0],
+    drawn=float(numpy.random.rand()) if loaded else 0.0,
     threads=torch.get_num_threads() if loaded else 0,
     name=__name__, argv=sys.argv, local=os.environ["LOCAL_RANK"], mine=os.environ.get("MINE"),
     launcher=os.environ["RIDGELINE_LAUNCHER"],
-    files=[str(one) for one in Path("/proc/self/fd").iterdir() if "socket" in str(one.resolve())],
+    files=[int(one.name) for one in Path("/proc/self/fd").iterdir() if one.exists()],
 )
 aside = folder / f".{rank}"
 aside.write_text(json.dumps(told))
 aside.rename(folder / f"rank-{rank}.json")
 print("out", rank)
 print("err", rank, file=sys.stderr)
+if "mute" in what and rank == 1:
+    os.close(2)
 if what and what[0] == "fails" and rank == 1:
     raise ValueError("on purpose")
 if what and what[0] == "exits" and rank == 1:
-    sys.exit(int(what[1]))
+    sys.exit(int(what[1]) if what[1].isdigit() else what[1])
 if what and what[0] == "waits":
     time.sleep(120)
 """
@@ -102,18 +105,18 @@ def test_a_rank_is_as_if_started_by_itself(templates: Templates, tmp_path: Path)
         assert told["session"] == told["pid"]
         assert told["command"] == [sys.executable, *command(tmp_path)]
         assert all(told["signals"])
-        assert not told["files"]
+        assert set(told["files"]) == {0, 1, 2}
         assert (told["name"], told["argv"][1:]) == ("__main__", [str(tmp_path)])
         assert (told["local"], told["threads"], told["mine"]) == (str(rank), 2, "a")
         if rank:
             assert (logs / f"rank{rank}.stdout.log").read_text() == f"out {rank}\n"
             assert (logs / f"rank{rank}.stderr.log").read_text() == f"err {rank}\n"
-    assert len({draw for told in first for draw in told["drawn"]}) == 6
-    # Fewer ranks later, with other threads and another variable, from the same process.
-    run_ranks(command(tmp_path), 2, logs, 1, {"MINE": "b"}, templates)
+    assert len({told["drawn"] for told in first}) == 3
+    # Fewer ranks later, with another variable, from the same process.
+    run_ranks(command(tmp_path), 2, logs, 2, {"MINE": "b"}, templates)
     second = answers(tmp_path, 2)
     assert {told["parent"] for told in second} == {template._process.pid}
-    assert [(told["threads"], told["mine"]) for told in second] == [(1, "b")] * 2
+    assert [(told["threads"], told["mine"]) for told in second] == [(2, "b")] * 2
     assert not {told["pid"] for told in first} & {told["pid"] for told in second}
 
 
@@ -123,6 +126,96 @@ def test_how_a_rank_ended_is_told(templates: Templates, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1: ended with exit code 1"):
         run_ranks(command(tmp_path, "fails"), 2, tmp_path / "b", 1, {}, templates)
     assert "ValueError: on purpose" in (tmp_path / "b" / "rank1.stderr.log").read_text()
+
+
+def test_a_rank_that_cannot_say_why_fails_all_the_same(
+    probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its log lies on a disk that is full."""
+    monkeypatch.setattr(warm, "LOADED", ("json",))
+    templates = Templates()
+    for words in (("fails", "mute"), ("exits", "in words", "mute")):
+        with pytest.raises(RankError, match="rank 1: ended with exit code 1"):
+            run_ranks(command(tmp_path, *words), 2, tmp_path / "logs", 1, {}, templates)
+    assert templates._template is not None
+    assert templates._template.is_alive
+    templates.close()
+
+
+def test_a_rank_whose_template_ended_behind_its_answer_is_lost(
+    probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "LOADED", ("json",))
+    template = warm.Template(command(tmp_path), os.environ)
+    assert template.is_ready(lambda: False)
+    template.close()
+    assert warm.Forked(template, 1).poll() == -signal.SIGKILL
+
+
+def test_a_fork_that_is_refused_ends_no_other_rank(
+    probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank is started by itself; a limit on processes would be told then."""
+    (tmp_path / "refuses.py").write_text(
+        "import os\nfork, calls = os.fork, []\n"
+        "def refuse():\n    calls.append(1)\n"
+        "    if len(calls) == 2:\n        raise BlockingIOError(11, 'no more processes')\n"
+        "    return fork()\nos.fork = refuse\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.setattr(warm, "LOADED", ("json", "refuses"))
+    templates = Templates()
+    run_ranks(command(tmp_path), 3, tmp_path / "logs", 1, {}, templates)
+    assert templates._template is not None
+    parents = [told["parent"] for told in answers(tmp_path, 3)]
+    ours = templates._template._process.pid
+    assert parents == [ours, os.getpid(), ours]
+    templates.close()
+
+
+def test_what_is_ignored_stays_so(
+    probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a lost terminal is under `nohup`."""
+    monkeypatch.setattr(warm, "LOADED", ("json",))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    templates = Templates()
+    try:
+        run_ranks(command(tmp_path), 1, tmp_path / "logs", 1, {}, templates)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        templates.close()
+    assert answers(tmp_path, 1)[0]["signals"] == [True, True, False, True]
+
+
+ENDING = """
+import sys, threading
+from pathlib import Path
+import psutil
+from ridgeline.launch import warm
+from ridgeline.launch.start import Local
+warm.WORKER, warm.LOADED = "rank_probe", ("slow",)
+starter = Local(2, 2)
+threading.Timer(1.0, starter.kill).start()
+try:
+    starter.run(["-m", "rank_probe", sys.argv[1]], 2, Path(sys.argv[1]) / "logs", 1, {})
+except BaseException as error:
+    print(type(error).__name__, error)
+print(psutil.Process().children())
+"""
+
+
+def test_nothing_is_started_once_it_is_to_end(
+    probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second request to stop, while torch is being loaded."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    wanted = [sys.executable, "-c", ENDING, str(tmp_path)]
+    said = subprocess.run(wanted, capture_output=True, text=True, timeout=50).stdout
+    assert "RankError rank 0: was killed by SIGKILL" in said
+    assert said.endswith("\n[]\n")
+    assert not list(tmp_path.glob("rank-*.json"))
 
 
 def test_ranks_that_are_over_at_once(
@@ -181,7 +274,7 @@ def test_whoever_is_killed_nobody_is_left(probe: Path, tmp_path: Path, whom: str
         told = "was killed by SIGKILL"
     elif whom == "launcher":
         process.kill()
-        told = ""
+        told = "out 0"
     elif whom == "interrupt":
         process.send_signal(signal.SIGINT)
         told = "KeyboardInterrupt got SIGINT"
@@ -200,17 +293,21 @@ def test_whoever_is_killed_nobody_is_left(probe: Path, tmp_path: Path, whom: str
 
 
 def test_what_cannot_be_forked_is_started_one_by_one(
-    probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("OMP_PROC_BIND", "close")
-    assert run_cold(tmp_path / "places")
-    monkeypatch.delenv("OMP_PROC_BIND")
+    for name in ("OMP_PROC_BIND", "KINETO_USE_DAEMON"):
+        monkeypatch.setenv(name, "1")
+        assert run_cold(tmp_path / name)
+        monkeypatch.delenv(name)
     monkeypatch.setenv(WARM, "0")
     assert run_cold(tmp_path / "asked")
     monkeypatch.delenv(WARM)
     # What a template cannot load, each rank will complain about in its own words.
     monkeypatch.setattr(warm, "LOADED", ("json", "no_such_module"))
+    capsys.readouterr()
     assert run_cold(tmp_path / "unfit")
+    told = "ranks are started one by one: ModuleNotFoundError: No module named 'no_such_module'"
+    assert capsys.readouterr().out == f"{told}\n"
 
 
 def run_cold(folder: Path) -> bool:
@@ -222,12 +319,15 @@ def run_cold(folder: Path) -> bool:
     return all(one["parent"] == os.getpid() for one in told)
 
 
-def test_a_template_that_opened_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_opened_a_device_says_so(
+    probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No rank that is forked from it could use that device."""
-    assert warm._load(["json"]) == ""
-    monkeypatch.setattr(warm, "_DEVICES", ("/dev/full",))
-    with open("/dev/full", "rb"):
-        assert warm._load(["json"]) == "/dev/full is open"
+    (tmp_path / "opens.py").write_text("file = open('/dev/ptmx', 'rb')\nnull = open('/dev/null')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.setattr(warm, "LOADED", ("opens",))
+    assert run_cold(tmp_path / "cold")
+    assert "one by one: loading torch has opened /dev/" in capsys.readouterr().out
 
 
 def test_other_commands_are_not_forked(tmp_path: Path) -> None:
@@ -249,5 +349,14 @@ def test_another_environment_has_another_template(
     assert answers(tmp_path, 1)[0]["parent"] == before
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     run_ranks(command(tmp_path), 1, tmp_path / "logs", 1, {}, templates)
-    assert answers(tmp_path, 1)[0]["parent"] != before
+    third = answers(tmp_path, 1)[0]["parent"]
+    assert third != before
+    run_ranks(command(tmp_path), 1, tmp_path / "logs", 2, {}, templates)
+    assert answers(tmp_path, 1)[0]["parent"] not in (before, third)  # other numbers of threads
+    # One that has died meanwhile is noticed before it is asked.
+    assert templates._template is not None
+    templates._template._process.kill()
+    templates._template._process.wait()
+    run_ranks(command(tmp_path), 1, tmp_path / "logs", 2, {}, templates)
+    assert answers(tmp_path, 1)[0]["parent"] == templates._template._process.pid
     templates.close()
