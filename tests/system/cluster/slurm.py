@@ -73,7 +73,10 @@ class Slurm:
 
     def show(self, job: str) -> dict[str, str]:
         """What `scontrol show job` says of a job."""
-        said = self.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
+        command = ["scontrol", "--oneliner", "show", "job", job]
+        done = self.run(command)
+        # A controller with too much to do hangs up on those who ask, which ends them by a signal.
+        said = (done if done.returncode == 0 else self.run(command, check=True)).stdout
         # Values may have blanks in them, so each goes up to the next name.
         return dict(re.findall(r"(\S+?)=(.*?)(?= [\w/:]+=|$)", said.splitlines()[0]))
 
